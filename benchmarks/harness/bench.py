@@ -17,7 +17,8 @@ from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.write.writer import write_cache
-from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel

@@ -20,9 +20,9 @@ from typing import Any
 from kdtrain import process
 from kdtrain.cli import parsing
 from kdtrain.cli.help import help_of, wrapped
-from kdtrain.config import commands, sections, words
+from kdtrain.config import commands, words
 from kdtrain.config.registered import COMMANDS, Command, Main
-from kdtrain.config.values import SECTIONS, options_of
+from kdtrain.config.values import SECTIONS, options_of, sections
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
 from kdtrain.imports import quiet_libraries
 from kdtrain.registry import Registry, first_line

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import configured
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, log
 from kdtrain.imports import quiet_libraries
 from kdtrain.monitor.facts import closing_page
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run.build import build

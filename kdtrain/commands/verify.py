@@ -12,9 +12,10 @@ from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
-from kdtrain.config import VerifyConfig
+from kdtrain.config.commands import VerifyConfig
 from kdtrain.config.values import refuse
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.errors import log
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import parse_address
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import counted, number, show

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kdtrain.config import LoraConfig
-from kdtrain.config.sections import ALL_LINEAR
+from kdtrain.config.sections import ALL_LINEAR, LoraConfig
 from kdtrain.errors import UsageError, first_sentence, printable
 from kdtrain.files import open_regular, read_json, refuse_leading_out
 from kdtrain.imports import optional

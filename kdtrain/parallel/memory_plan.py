@@ -51,9 +51,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
-from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import OPTIMIZERS
-from kdtrain.errors import UsageError
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import ParallelConfig
+from kdtrain.errors import UsageError, log
 from kdtrain.models.adapters import sketch
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.frozen import frozen_bytes, pack
@@ -63,7 +65,6 @@ from kdtrain.models.loading import active_parameters, checkpoint_activations
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import all_gather_object, is_main, world_size
@@ -278,16 +279,12 @@ class MemoryPlan:
 def choose(
     options: ParallelConfig, world: int, *, online: bool, job: Job | None = None, free: float | None = None
 ) -> MemoryPlan:
-    """The plan for `world` ranks.
+    """Choose the plan for `world` ranks.
 
-    Args:
-        online: True if a teacher runs while the student trains.
-        job: the sizes; nothing is estimated or refused without it.
-        free: free bytes of each device; nothing is refused without it.
+    online: a teacher runs while the student trains. job: the sizes; nothing is estimated or refused without it.
+    free: free bytes of each device; nothing is refused without it.
 
-    Raises:
-        UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the
-            ranks.
+    UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the ranks.
     """
     if world > 1 and options.shard_size is not None and world % options.shard_size:
         raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
@@ -449,13 +446,7 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
 
 
 def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> MemoryPlan:
-    """The plan of a run.
-
-    job: see `job_of`. free: see `free_everywhere`.
-
-    Raises:
-        UsageError: it does not fit.
-    """
+    """Choose the plan of a run; job: see `job_of`; free: see `free_everywhere`. UsageError: it does not fit."""
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")

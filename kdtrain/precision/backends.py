@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.config.choices import BACKENDS
 from kdtrain.config.sections import QUANTIZED as QUANTIZED
+from kdtrain.config.sections import PrecisionConfig, QuantizationConfig
 from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
 from kdtrain.precision.controller import Policy

@@ -1,7 +1,6 @@
 """The number format of a forward: plain fp32, or bf16 or fp16 products over fp32 weights by autocast."""
 
 import contextlib
-import logging
 import shutil
 import subprocess
 import sysconfig
@@ -9,6 +8,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from kdtrain.errors import log
 
 MODES = ("fp32", "bf16", "fp16")
 """The modes of a forward, but for quantised layers."""
@@ -22,7 +23,7 @@ def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str
     """
     if name == "bf16" and not has_bf16(device):
         slow = "bf16 products are emulated on this %s, many times slower than fp32; --precision fp32 is faster here"
-        logging.getLogger("kdtrain").warning(slow, "GPU" if device.type == "cuda" else "CPU")
+        log.warning(slow, "GPU" if device.type == "cuda" else "CPU")
     if name != "auto":
         return name
     if has_bf16(device):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kdtrain.errors import log
 from kdtrain.models.adapters import adapter_parts, frozen_names, restrict
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.frozen import pack
@@ -19,7 +20,6 @@ from kdtrain.models.loading import (
 )
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.tokenizer import learn_ends, load_tokenizer
-from kdtrain.monitor.progress import log
 from kdtrain.objective.alpha import build_alpha
 from kdtrain.objective.hidden import HiddenLoss, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss

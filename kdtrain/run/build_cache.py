@@ -1,6 +1,5 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs (`TextData`) and evaluations need."""
 
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,13 +21,13 @@ from kdtrain.cache.format.names import MANIFEST, PIECES
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
-from kdtrain.config import CacheTeacherConfig, DataConfig
-from kdtrain.config.sections import DEFAULT_PROMPT
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.sections import DEFAULT_PROMPT, DataConfig
 from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
 from kdtrain.data.packed import WHOLE
 from kdtrain.data.packing import packed_rows, prompt_rows
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import read_sealed, set_aside
 from kdtrain.models.loading import check_student
 from kdtrain.models.tokenizer import (
@@ -48,8 +47,6 @@ from kdtrain.tokenizers.view_format import TEXT, own_data
 from kdtrain.training.sources.cached import open_sources
 from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest, Rows, register_plan
 from kdtrain.training.sources.source import Source
-
-log = logging.getLogger("kdtrain")
 
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
 """What a chat template asks of the date that is the same all day."""

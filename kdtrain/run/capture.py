@@ -22,16 +22,16 @@ from kdtrain.cache.tools.facts import contents
 from kdtrain.cache.tools.unfinished import progress
 from kdtrain.cache.write.folder import claim_folder
 from kdtrain.cache.write.writer import CacheBuilder, not_empty
-from kdtrain.config import CacheTeacherConfig, DistillConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack, split_text
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, log
 from kdtrain.files import refuse_no_folder
 from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
 from kdtrain.models.spec import ModelSpec, read_spec, with_weights
-from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import ModelFootprint, free_everywhere, shards_teacher

@@ -21,13 +21,13 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from kdtrain.config import DataConfig, DistillConfig, LoraConfig, sections, shareable, written
 from kdtrain.config.choices import registered
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.kinds import choices, metavar
 from kdtrain.config.removed import renewed
-from kdtrain.config.sections import FIXED_ALPHA
-from kdtrain.config.values import fields_of, flag, marked, options_of
-from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.config.sections import FIXED_ALPHA, DataConfig, LoraConfig
+from kdtrain.config.values import fields_of, flag, marked, options_of, sections, shareable, written
+from kdtrain.errors import RunError, UsageError, log, making, writing
 from kdtrain.files import (
     Lock,
     hidden_folder,
@@ -48,7 +48,6 @@ from kdtrain.files import (
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.facts import LOCK as LOCK
-from kdtrain.monitor.progress import log
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
 from kdtrain.run.path_kind import is_environment

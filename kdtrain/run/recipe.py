@@ -19,10 +19,12 @@ import torch
 from kdtrain.cache.format.manifest import refuse_tokenizer
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.tools.self_check import look
-from kdtrain.config import CacheTeacherConfig, DistillConfig, LoraConfig, ObjectiveConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.rates import WORDS, Kind, rate_of
-from kdtrain.errors import UsageError
+from kdtrain.config.sections import LoraConfig, ObjectiveConfig
+from kdtrain.errors import UsageError, log, warn_early
 from kdtrain.imports import optional
 from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
@@ -31,7 +33,6 @@ from kdtrain.models.hub import ask_config
 from kdtrain.models.loading import is_model_folder, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
-from kdtrain.monitor.progress import log, warn_early
 from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.layout import RankLayout

@@ -12,7 +12,7 @@ import torch
 
 from kdtrain.cache.format.manifest import weights_line
 from kdtrain.checkpoint.store import Checkpoint
-from kdtrain.errors import RunError, UsageError, advice, reason, writing
+from kdtrain.errors import RunError, UsageError, advice, log, reason, warn_early, writing
 from kdtrain.files import publish_text, same_path, set_aside
 from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.models.export import export_lock, export_model
@@ -21,7 +21,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import is_export
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.facts import RESULT, alphas
-from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
+from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
 from kdtrain.run.baselines import baselines

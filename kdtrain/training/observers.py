@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.registered import OBSERVERS
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput

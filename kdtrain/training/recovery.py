@@ -26,9 +26,8 @@ from kdtrain import faults
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.saver import host_buffers
 from kdtrain.checkpoint.store import Checkpoint
-from kdtrain.config import DistillConfig
-from kdtrain.errors import RunError
-from kdtrain.monitor.progress import log
+from kdtrain.config.commands import DistillConfig
+from kdtrain.errors import RunError, log
 from kdtrain.precision.controller import Adaptive, DropSnapshots, LogLine, Recover, Save, Snapshot, SwitchTo
 from kdtrain.ranks import all_gather_object, on_main, rank, reported, world_size
 from kdtrain.training.checkpoints import Checkpoints

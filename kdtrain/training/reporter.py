@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.config import DistillConfig
-from kdtrain.errors import first_sentence
+from kdtrain.config.commands import DistillConfig
+from kdtrain.errors import first_sentence, log
 from kdtrain.models.generate import generate
-from kdtrain.monitor.progress import Bar, StepText, Throughput, log
+from kdtrain.monitor.progress import Bar, StepText, Throughput
 from kdtrain.monitor.rules import WINDOW, History, Signs, comparable, findings, free_mib, initial_loss, newest_mib
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks

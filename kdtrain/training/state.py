@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.store import Checkpoint, load
-from kdtrain.config import GuardsConfig, StoppingConfig
 from kdtrain.config.choices import Weights
+from kdtrain.config.sections import GuardsConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.objective.alpha import MeasuredAlpha, of_before

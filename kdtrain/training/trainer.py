@@ -21,9 +21,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.checkpoint import tiers
-from kdtrain.config import DistillConfig
-from kdtrain.errors import RunError
-from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
+from kdtrain.config.commands import DistillConfig
+from kdtrain.errors import RunError, log
+from kdtrain.monitor.progress import log_step, members_line, one_line, validation_line
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.alpha import MeasuredAlpha, too_few

@@ -18,7 +18,8 @@ import kdtrain as kd
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cli.parsing import parse
 from kdtrain.commands.evaluate import evaluate
-from kdtrain.config import CodecConfig, DataConfig, EvaluateConfig, MonitorConfig, PrecisionConfig, TextConfig
+from kdtrain.config.commands import EvaluateConfig
+from kdtrain.config.sections import CodecConfig, DataConfig, MonitorConfig, PrecisionConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.data.order import permutation
 from kdtrain.errors import UsageError

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao, capability

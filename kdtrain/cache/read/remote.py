@@ -11,7 +11,6 @@ processes may write to one download, which the digest finds.
 """
 
 import hashlib
-import logging
 import shutil
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, check_sizes, read_manifest
-from kdtrain.errors import RunError, UsageError, as_path, printable, writing
+from kdtrain.errors import RunError, UsageError, as_path, log, printable, writing
 from kdtrain.files import (
     LARGE,
     MEDIUM,
@@ -47,7 +46,6 @@ from kdtrain.sandbox import home
 if TYPE_CHECKING:
     from kdtrain.cache.read.reader import LocalCache
 
-log = logging.getLogger("kdtrain")
 
 _THREADS = 2
 """That fetch ahead."""

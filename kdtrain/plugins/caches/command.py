@@ -5,8 +5,9 @@ from pathlib import Path
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.read.remote import stated_by
 from kdtrain.commands.cache_result import show_cache
+from kdtrain.errors import log
 from kdtrain.files import refuse_no_folder
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.plugins.caches import MergeConfig, SubsetConfig
 from kdtrain.plugins.caches.plan import Stated, plan, refuse_rows
 

@@ -20,7 +20,6 @@ shards that are there, as a capture does.
 Shapes: N tokens, D samples of one cache, K samples of all.
 """
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import canonical_json, file_digest, json_digest
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.caches.plan import Stated, between, names, plan, refuse_rows, tokens_of, who
@@ -53,7 +52,6 @@ _SHOWN = 60
 _ANCESTRY = 2**18
 """Characters of a parent's own parents that a manifest takes over: one of 32 MiB could not be read."""
 
-log = logging.getLogger("kdtrain")
 
 Progress = Callable[[int, int | None], None]
 """As `CacheBuilder` calls it."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from kdtrain.commands.distill import train
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import USUAL_STEPS, configured, flag
-from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
+from kdtrain.errors import RunError, UsageError, log, making, refuse_no_path, writing
 from kdtrain.files import (
     Lock,
     make_writable,
@@ -35,7 +35,7 @@ from kdtrain.files import (
 )
 from kdtrain.models.adapters import is_adapter
 from kdtrain.models.loading import is_model_folder
-from kdtrain.monitor.progress import hushed, log, setup_logging
+from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes

@@ -9,9 +9,9 @@ import importlib.util
 import time
 from pathlib import Path
 
-from kdtrain.errors import UsageError, writing
+from kdtrain.errors import UsageError, log, writing
 from kdtrain.files import make_writable, publish_text
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.plugins.papers import DemoConfig, PlotConfig
 from kdtrain.plugins.papers.compare import compare
 from kdtrain.plugins.papers.jobs import read_sweep

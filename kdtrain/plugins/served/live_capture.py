@@ -17,7 +17,6 @@ Shapes: n sequences of the training split.
 """
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,10 +32,8 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest
 from kdtrain.cache.format.names import MANIFEST, SHARDS, TOKENIZER, shard_name
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, writing
+from kdtrain.errors import RunError, UsageError, log, writing
 from kdtrain.files import remove_file, typed
-
-log = logging.getLogger("kdtrain")
 
 AHEAD = 4
 """Shards after the one that is read that are captured ahead."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.mixture import mix

@@ -14,8 +14,9 @@ import torch
 
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import LocalCache
-from kdtrain.config import CacheTeacherConfig, DistillConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import PLANS
+from kdtrain.config.commands import DistillConfig
 from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
 from kdtrain.models.spec import ModelSpec
