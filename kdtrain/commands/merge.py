@@ -16,7 +16,7 @@ def main(config: MergeConfig) -> int:
     """
     setup_logging()
     plan([stated(each) for each in config.caches])  # refuses before torch is imported
-    from kdtrain.cache.read.remote import open_cache
+    from kdtrain.cache.read.reader import open_cache
     from kdtrain.cache.tools.merge import merge
     from kdtrain.run.folder import refuse_no_folder
 

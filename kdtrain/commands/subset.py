@@ -18,7 +18,7 @@ def main(config: SubsetConfig) -> int:
     known = stated(config.cache)
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
-    from kdtrain.cache.read.remote import open_cache
+    from kdtrain.cache.read.reader import open_cache
     from kdtrain.cache.tools.merge import subset
     from kdtrain.run.folder import refuse_no_folder
 

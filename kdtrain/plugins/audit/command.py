@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from kdtrain.cache.format.codec import draw_points, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.config.choices import Weights
