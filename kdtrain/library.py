@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kdtrain.cache.read import reader
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import open_cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.cache.write.sequences import CacheWriter
 from kdtrain.config.cache_commands import CacheTeacherConfig

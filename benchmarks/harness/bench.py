@@ -27,8 +27,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import Temperature, build_temperature
-from kdtrain.precision.linear import Switch
-from kdtrain.precision.modes import head_dtype
+from kdtrain.precision.modes import Switch, head_dtype
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.build import build_source

@@ -18,7 +18,6 @@ from kdtrain.run.build import build
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.run import Run
-from kdtrain.run.trial import main as try_out
 from kdtrain.tables import show
 from kdtrain.training.signals import interruptible
 
@@ -32,6 +31,8 @@ def main(config: DistillConfig) -> int:
     try:
         with interruptible():
             if tries:
+                from kdtrain.run.trial import main as try_out
+
                 return try_out(config)
             _confirm(config)
             result = distill(config)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.checkpoint.sealed import entry_of, is_checkpoint
 from kdtrain.config.commands import EvaluateConfig, partners
 from kdtrain.data.corpus import documents_of

@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.read.remote import open_cache, open_remote
+from kdtrain.cache.read.reader import open_cache
+from kdtrain.cache.read.remote import open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint

@@ -56,9 +56,7 @@ from kdtrain.config.choices import OPTIMIZERS
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import ParallelConfig
 from kdtrain.errors import UsageError, log
-from kdtrain.models.adapters import sketch
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
-from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import active_parameters, checkpoint_activations
@@ -143,6 +141,8 @@ def model_footprint(
         if attention._attn_implementation == "sdpa" or (on_gpu and fits_causal(attention)):
             model.set_attn_implementation(FUSED if on_gpu else CAUSAL)  # as in training, without masks of numbers
         if spec.lora is not None and trained:
+            from kdtrain.models.adapters import sketch
+
             sketch(model, spec.lora)
         if freeze_head:
             model.get_output_embeddings().requires_grad_(False)
@@ -155,6 +155,8 @@ def model_footprint(
             "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
             "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
         }
+        if spec.weights is not None or sizes["frozen"]:
+            from kdtrain.models.frozen import frozen_bytes, pack
         if spec.weights is not None and trained:
             pack(model, spec.weights, fused=True, outline=True)
         width, kept, kept_once = _forward(model, seq_len, mode)

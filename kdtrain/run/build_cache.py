@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.sections import DEFAULT_PROMPT, DataConfig

@@ -52,7 +52,6 @@ from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
-from kdtrain.tokenizers.view_format import OWN, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
@@ -171,9 +170,10 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    for name in OWN:
-        if name in foreign and own_data(out / name):
-            foreign.remove(name)
+    if foreign:
+        from kdtrain.tokenizers.view_format import OWN, own_data
+
+        foreign = [name for name in foreign if name not in OWN or not own_data(out / name)]
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:

@@ -11,7 +11,6 @@ from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, rea
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.files import refuse_leading_out, typed
-from kdtrain.models.adapters import lora_of, restrict
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import is_model_folder, load_student, model_of, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, shipped
@@ -162,6 +161,8 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: Mod
 
     UsageError: the rest is not there, or has changed.
     """
+    from kdtrain.models.adapters import lora_of, restrict
+
     saved, lora = state["student"], None
     if "lora" in saved:
         lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")

@@ -3,8 +3,7 @@
 from typing import Any
 
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.config.commands import DistillConfig, EvaluateConfig, partners
 from kdtrain.config.values import refuse
 from kdtrain.errors import UsageError, log

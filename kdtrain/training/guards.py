@@ -47,9 +47,9 @@ import torch
 
 from kdtrain.config.sections import GuardsConfig, StoppingConfig
 from kdtrain.files import typed
-from kdtrain.precision.controller import MAD_FACTOR, median_and_mad
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.ranks import agreed_max
+from kdtrain.tables import MAD_FACTOR, median_and_mad
 
 
 def non_finite(*tensors: torch.Tensor) -> torch.Tensor:

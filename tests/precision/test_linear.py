@@ -10,7 +10,8 @@ from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao, capability
 from kdtrain.precision.emulated import FormatRecipe, quantized_linear
-from kdtrain.precision.linear import Emulated, Switch, convert
+from kdtrain.precision.linear import Emulated, convert
+from kdtrain.precision.modes import Switch
 from kdtrain.testing import tiny_model
 
 FP8 = FormatRecipe("tensorwise", gradient="e5m2")

@@ -17,13 +17,13 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, check_sizes, read_manifest
-from kdtrain.errors import RunError, UsageError, as_path, log, printable, writing
+from kdtrain.errors import RunError, UsageError, log, printable, writing
 from kdtrain.files import (
     LARGE,
     MEDIUM,
@@ -42,10 +42,6 @@ from kdtrain.files import (
 )
 from kdtrain.net.address import Address, Unreachable, offline, parse_address
 from kdtrain.sandbox import home
-
-if TYPE_CHECKING:
-    from kdtrain.cache.read.reader import LocalCache
-
 
 _THREADS = 2
 """That fetch ahead."""
@@ -166,17 +162,6 @@ class Remote:
                     log.debug("not fetched ahead: %s", error)
                 finally:
                     self._fetching.discard(record["name"])
-
-
-def open_cache(where: Path | str) -> "LocalCache":
-    """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
-    from kdtrain.cache.read.reader import LocalCache  # with torch, which what asks for a manifest does without
-
-    folder = as_path(where, "where")
-    if (address := parse_address(where)) is None:
-        return LocalCache(folder)
-    remote = open_remote(address)
-    return LocalCache(remote.folder, remote.manifest, remote)
 
 
 def stated_by(where: Path | str) -> tuple[str, Manifest]:

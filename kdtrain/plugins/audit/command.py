@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.spec import MIXTURE, grid_offset
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, log

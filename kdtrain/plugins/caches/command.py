@@ -21,7 +21,7 @@ def merge_caches(config: MergeConfig) -> int:
     """
     setup_logging()
     plan([Stated(*stated_by(each)) for each in config.caches])  # refuses before torch is imported
-    from kdtrain.cache.read.remote import open_cache
+    from kdtrain.cache.read.reader import open_cache
     from kdtrain.plugins.caches.merge import merge
 
     refuse_no_folder(config.out)
@@ -43,7 +43,7 @@ def cut_cache(config: SubsetConfig) -> int:
     known = Stated(*stated_by(config.cache))
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
-    from kdtrain.cache.read.remote import open_cache
+    from kdtrain.cache.read.reader import open_cache
     from kdtrain.plugins.caches.merge import subset
 
     refuse_no_folder(config.out)

@@ -33,8 +33,7 @@ from kdtrain.files import (
     rename_over,
     temporary_of,
 )
-from kdtrain.models.adapters import is_adapter
-from kdtrain.models.loading import is_model_folder
+from kdtrain.models.loading import is_adapter, is_model_folder
 from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.read.reader import CacheReader
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import CacheReader, open_cache
 from kdtrain.errors import UsageError, log
 from kdtrain.files import (
     Lock,

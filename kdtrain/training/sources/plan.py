@@ -7,7 +7,7 @@ next one: one that has the student write takes prompts and validation from the p
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
 from kdtrain.models.spec import ModelSpec
-from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.source import Facts, Source
+
+if TYPE_CHECKING:
+    from kdtrain.teaching.online import OnlineTeacher
 
 T = TypeVar("T", bound=Callable[[Any], Any])
 Rows = Mapping[str, Iterator[PackedRow]]
@@ -72,7 +74,7 @@ class PlanRequest:
 
     config: DistillConfig
     student: ModelSpec
-    teacher: OnlineTeacher | None
+    teacher: "OnlineTeacher | None"
     """An online one, not yet loaded."""
     device: torch.device
     held: ExitStack
