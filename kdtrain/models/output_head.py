@@ -25,8 +25,8 @@ class HeadPart:
     not split and returns logits.
 
     Where the ranks of `group`, a process group, each hold a part of the rows, the weight's first row is that of the id
-    `first`, and `size` counts the ids of the whole vocabulary; by default this is the whole head. Dense targets and
-    cells of several tokens need a whole one.
+    `first`, and `size` counts the ids of the whole vocabulary; by default this is the whole head. Cells of several
+    tokens need a whole one.
     """
 
     weight: Tensor | None = None
@@ -41,9 +41,11 @@ class HeadPart:
     group: Any = None
 
     def __call__(self, hidden_BTD: Tensor) -> Tensor:
-        """Return logits [..., V] of its columns from hidden states [..., D], in the dtype of the matrix product."""
+        """Return logits [..., V] of all columns from hidden states [..., D], in the dtype of the matrix product."""
         if self.weight is None:
             return hidden_BTD
+        if self.group is not None:
+            return self._joined(replace(self.gathered(), group=None)(hidden_BTD))
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, bias))
 
@@ -72,11 +74,27 @@ class HeadPart:
         def whole(tensor: Any) -> Any:
             if not hasattr(tensor, "full_tensor"):
                 return tensor
-            from torch.distributed.tensor import Partial
+            from torch.distributed.tensor import Partial, Replicate
 
-            return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+            if self.group is None:
+                return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+            *data, own = tensor.placements  # the last dimension of the mesh is that of the parts, which stay
+            if data:
+                tensor = tensor.redistribute(placements=[*(Replicate() for _ in data), own])
+            return tensor.to_local(grad_placements=[*(Partial() for _ in data), own])
 
         return replace(self, weight=whole(self.weight), bias=whole(self.bias), size=size or self.size)
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        """Return the logits [..., V] of all parts, from those of this one; without gradients."""
+        import torch.distributed as dist
+
+        assert self.size is not None
+        width = -(-self.size // dist.get_world_size(self.group))
+        padded = F.pad(logits.detach(), (0, width - logits.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat(parts, -1)[..., : self.size]
 
     def columns(self, vocab_size: int) -> int:
         """Return how many rows of the weight belong to the first `vocab_size` ids; the others are padding."""
@@ -138,6 +156,10 @@ class HeadPart:
             return lse_R
         top_R = self.largest(lse_R)
         return top_R + self.sum((lse_R - top_R).exp()).log()
+
+    def own(self, whole_RV: Tensor, columns: int) -> Tensor:
+        """Return this part's columns of rows over the whole vocabulary."""
+        return whole_RV if self.group is None else whole_RV[:, self.first : self.first + columns]
 
     def _find(self, z_RV: Tensor, ids_RE: Tensor) -> tuple[Tensor, Tensor]:
         """The column of each id, 0 for one of another part, and which are here."""
