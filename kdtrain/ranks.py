@@ -10,6 +10,7 @@ once; a rank that is stopped, cut off or never arrives, after the timeout. What 
 a read from a stuck file system for example, still sends its heartbeat.
 """
 
+import math
 import os
 import re
 import signal
@@ -319,7 +320,12 @@ def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 def copies(tensor: torch.Tensor) -> int:
     """How many copies of a sharded tensor the ranks hold; 0 if it is not sharded."""
-    return tensor.device_mesh.size() // tensor.device_mesh["shard"].size() if isinstance(tensor, DTensor) else 0
+    if not isinstance(tensor, DTensor):
+        return 0
+    cut = (
+        size for size, each in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if not each.is_replicate()
+    )
+    return world_size() // math.prod(cut)
 
 
 def lost_rank(error: BaseException | None) -> RunError | None:

@@ -41,11 +41,13 @@ class HeadPart:
     group: Any = None
 
     def __call__(self, hidden_BTD: Tensor) -> Tensor:
-        """Return logits [..., V] of all columns from hidden states [..., D], in the dtype of the matrix product."""
+        """Return logits [..., V] of hidden states [..., D], in the dtype of the product; of parts without gradients."""
         if self.weight is None:
             return hidden_BTD
         if self.group is not None:
-            return self._joined(replace(self.gathered(), group=None)(hidden_BTD))
+            own = replace(self.gathered(), group=None)(hidden_BTD).detach()
+            assert self.size is not None
+            return self.sum(F.pad(own, (self.first, self.size - self.first - own.shape[-1])))
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, bias))
 
@@ -84,17 +86,6 @@ class HeadPart:
             return tensor.to_local(grad_placements=[*(Partial() for _ in data), own])
 
         return replace(self, weight=whole(self.weight), bias=whole(self.bias), size=size or self.size)
-
-    def _joined(self, logits: Tensor) -> Tensor:
-        """Return the logits [..., V] of all parts, from those of this one; without gradients."""
-        import torch.distributed as dist
-
-        assert self.size is not None
-        width = -(-self.size // dist.get_world_size(self.group))
-        padded = F.pad(logits.detach(), (0, width - logits.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, padded, group=self.group)
-        return torch.cat(parts, -1)[..., : self.size]
 
     def columns(self, vocab_size: int) -> int:
         """Return how many rows of the weight belong to the first `vocab_size` ids; the others are padding."""
@@ -156,10 +147,6 @@ class HeadPart:
             return lse_R
         top_R = self.largest(lse_R)
         return top_R + self.sum((lse_R - top_R).exp()).log()
-
-    def own(self, whole_RV: Tensor, columns: int) -> Tensor:
-        """Return this part's columns of rows over the whole vocabulary."""
-        return whole_RV if self.group is None else whole_RV[:, self.first : self.first + columns]
 
     def _find(self, z_RV: Tensor, ids_RE: Tensor) -> tuple[Tensor, Tensor]:
         """The column of each id, 0 for one of another part, and which are here."""

@@ -60,7 +60,9 @@ class RankLayout:
         data = size // tensor
         sharing = sharing or data
         if data % sharing:
-            raise reported(UsageError(f"--shard-size {sharing} does not divide {data} data ranks; choose one that does"))
+            raise reported(
+                UsageError(f"--shard-size {sharing} does not divide {data} data ranks; choose one that does")
+            )
         names = ("replicate", "shard", "tensor")
         every = init_device_mesh(device.type, (data // sharing, sharing, tensor), mesh_dim_names=names)
         mesh = every["shard"] if sharing == data else every["replicate", "shard"]

@@ -107,6 +107,23 @@ class ModelFootprint:
         """Parameters that are trained."""
         return self.parameters - self.frozen
 
+    def part(self, ranks: int, whole: float | None) -> "ModelFootprint":
+        """Return what one of some tensor ranks has of it: norms are counted as cut too, as they are few.
+
+        whole: bytes a token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
+        forward keeps is counted whole.
+        """
+        cut = {
+            name: -(-getattr(self, name) // ranks)
+            for name in ("parameters", "in_layers", "vocabulary", "frozen", "frozen_in_layers")
+        }
+        if whole is None:
+            return replace(self, **cut)
+        same = min(whole * self.layers, self.kept)
+        kept, by_checkpoints = same + (self.kept - same) / ranks, self.kept_by_checkpoints / ranks
+        once = {name: getattr(self, name) / ranks for name in ("kept_once", "kept_once_by_checkpoints")}
+        return replace(self, **cut, **once, kept=kept, kept_by_checkpoints=by_checkpoints)
+
 
 def model_footprint(
     spec: ModelSpec,
@@ -241,6 +258,8 @@ class MemoryPlan:
     """Ranks that share one copy of a sharded model; all when None."""
     accumulate: Literal["whole", "sharded"] = "whole"
     """The gradients of a sharded student that micro-batches add up on a rank."""
+    tensor: int = 1
+    """Tensor ranks, each of which has a part of a student; the rest of the plan is that of the data ranks."""
     needs: dict[str, float] = field(default_factory=dict, compare=False)
     """Bytes a rank needs, by part, at the moment of the largest sum; empty without an estimate."""
     moment: str = ""
@@ -256,6 +275,7 @@ class MemoryPlan:
     def table(self) -> dict[str, Any]:
         """The plan for people and for JSON; memory in GiB a rank."""
         shown: dict[str, Any] = {"student": self.student, "teacher": self.teacher}
+        shown |= {"tensor ranks": self.tensor} if self.tensor > 1 else {}
         if "fsdp" in (self.student, self.teacher):
             shown["ranks that share a copy"] = self.shard_size or "all"
         if self.student == "fsdp":
@@ -272,6 +292,10 @@ class MemoryPlan:
         shards = f"sharded over {self.shard_size or 'all'} ranks"
         student = {"single": "whole", "ddp": "whole on each rank (DDP)", "fsdp": f"{shards} (FSDP2)"}[self.student]
         teacher = {"none": "", "replicate": ", the teacher whole on each", "fsdp": f", the teacher {shards}"}
+        if self.tensor > 1:
+            cut = f"cut over {self.tensor} tensor ranks"
+            more = {"single": "", "ddp": ", the same on each data rank", "fsdp": f", each part {shards}"}[self.student]
+            student = cut + more.replace("ranks", "data ranks")
         return f"the student {student}{teacher[self.teacher]}"
 
 
@@ -300,9 +324,9 @@ def choose(
     least = min(plans, key=lambda plan: plan.total)
     parts = ", ".join(f"{name} {each / GIB:.2f}" for name, each in least.needs.items())
     who = job.student.name if job.teacher is None else f"{job.student.name} and its teacher {job.teacher.name}"
-    helps = list(_what_helps(options, world, job, free))
+    helps, devices = list(_what_helps(options, world, job, free)), world * options.tensor_parallel
     raise UsageError(
-        f"{who} need {least.total / GIB:.2f} GiB on {'the device' if world == 1 else f'each of {world} devices'} "
+        f"{who} need {least.total / GIB:.2f} GiB on {'the device' if devices == 1 else f'each of {devices} devices'} "
         f"({parts}; student {least.student}, teacher {least.teacher}), and {free / GIB:.2f} GiB are free: "
         + (f"it would fit with {'; or with '.join(helps)}" if helps else "take a smaller model, or larger devices")
     )
@@ -459,7 +483,12 @@ def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Memo
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    return choose(own, world_size(), online=config.online, job=job, free=free)
+    plan = choose(own, _data_ranks(config), online=config.online, job=job, free=free)
+    return replace(plan, tensor=own.tensor_parallel)
+
+
+def _data_ranks(config: DistillConfig) -> int:
+    return world_size() // config.parallel.tensor_parallel
 
 
 def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free: float | None) -> int:
@@ -469,7 +498,8 @@ def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free
     """
     micro = share
     if job is not None and free is not None:
-        while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
+        ranks = _data_ranks(config)
+        while micro % 2 == 0 and not _fits(config.parallel, ranks, replace(job, micro_batch_size=micro), free):
             micro //= 2
     return micro
 
@@ -495,6 +525,10 @@ def job_of(
     narrow, quantization = head_dtype(mode), config.quantization
     rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)
     in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
+    if (ranks := config.parallel.tensor_parallel) > 1:
+        # of each block the positions that it takes in, in the format of products
+        inside = 2.0 * measured.width * (4 if narrow is None else 2)
+        measured = measured.part(ranks, inside if config.parallel.cuts_rows(seq_len, config.objective) else None)
     return Job(
         student=measured,
         teacher=teacher,

@@ -60,13 +60,17 @@ def refuse_plan(config: PreTrainedConfig, name: str, size: int, vocab_size: int)
             f"--tensor-parallel: the plan of {name} ({text.model_type}) has the style {other[0]}, which only mixtures "
             "of experts and fused layers have; use --parallel fsdp"
         )
+    drops = [each for each, value in text.to_dict().items() if each.endswith(("dropout", "pdrop")) and value]
+    if drops:
+        raise UsageError(
+            f"--tensor-parallel cannot be used with {drops[0]} of {name}, whose masks would be the same on each rank; "
+            "set it to 0, or use --parallel fsdp"
+        )
     counts = {each: value for each in _COUNTS if isinstance(value := getattr(text, each, None), int)}
     if wrong := [each for each, value in counts.items() if value % size]:
         able = [n for n in range(2, max(counts.values()) + 1) if not any(value % n for value in counts.values())]
         which = f"choose {', '.join(map(str, able))}" if able else "use --parallel fsdp"
-        raise UsageError(
-            f"--tensor-parallel {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}"
-        )
+        raise UsageError(f"--tensor-parallel {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}")
     if vocab_size <= (size - 1) * -(-vocab_size // size):
         raise UsageError(f"--tensor-parallel {size}: a rank would have none of the {vocab_size} tokens of {name}")
     return plan
@@ -90,9 +94,7 @@ def apply(model: SplitModel, layout: RankLayout, device: torch.device, *, vocab_
     if not model.fused:
         raise UsageError(f"--tensor-parallel needs an output head that is split off: {model.reason}")
     plan = refuse_plan(whole.config, name, size, vocab_size)
-    tokens_BT = torch.randint(
-        vocab_size, (2, size * -(-16 // size)), generator=torch.Generator().manual_seed(0)
-    )
+    tokens_BT = torch.randint(vocab_size, (2, size * -(-16 // size)), generator=torch.Generator().manual_seed(0))
     base: Any = whole.base_model
     modules = dict(base.named_modules())
     styled = {each: style for path, style in plan.items() for each in _matching(path, modules)}
@@ -161,7 +163,7 @@ class _Cutting:
         yield
         self.probes = False
 
-    def look_up(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    def look_up(self, module: Any, inputs: tuple[Any, ...]) -> Any:
         """Look up this rank's rows of the embedding alone; `found` gives the parameter back."""
         weight, (ids_BT,) = module.weight, inputs
         own = weight.to_local(grad_placements=weight.placements)
@@ -170,7 +172,7 @@ class _Cutting:
         module._parameters["weight"] = own
         return rows.masked_fill(~self.here_BT, 0)
 
-    def found(self, module: nn.Module, inputs: Any, output_BTD: Tensor) -> Tensor:
+    def found(self, module: Any, inputs: Any, output_BTD: Tensor) -> Tensor:
         """Sum what the ranks have found."""
         module._parameters["weight"] = self.weight
         own_BTD = output_BTD.masked_fill(~self.here_BT[..., None], 0.0)
@@ -200,7 +202,9 @@ class _Cutting:
     def _moved(self, tensor: Tensor, before: Any, after: Any) -> Tensor:
         if before == after:
             return tensor
-        return DTensor.from_local(tensor, self.mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
+        return (
+            DTensor.from_local(tensor, self.mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
+        )
 
 
 def _matching(path: str, modules: dict[str, nn.Module]) -> Iterator[str]:
@@ -223,7 +227,7 @@ def _cut_rows(module: nn.Module, mesh: Any) -> None:
 def _settle(model: nn.Module, device: torch.device) -> None:
     """Move what is whole to `device`, and give each part memory of its own: a view would keep the whole alive."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if isinstance(parameter, DTensor):
                 own = parameter._local_tensor
                 if own.untyped_storage().nbytes() > own.nbytes:
