@@ -18,7 +18,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -35,10 +34,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from kdtrain import faults
-from kdtrain.errors import RunError, UsageError, making, printable, writing
+from kdtrain.errors import RunError, UsageError, log, making, printable, writing
 
 T = TypeVar("T")
-log = logging.getLogger("kdtrain")
 
 PUBLISH_POINTS = ("before-fsync", "before-rename", "before-folder-fsync", "after-publish")
 """The fault points of one `published` file, in order; the full name is LABEL.POINT."""

@@ -393,3 +393,34 @@ def peak_memory_mb(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def free_everywhere(device: torch.device, given: float | None) -> float | None:
+    """The least free memory of any rank, in bytes, so that all ranks make the same plan; every rank must call it.
+
+    given: GiB to plan with instead.
+    """
+    known = [each for each in all_gather_object(free_memory(device, given)) if each is not None]
+    return min(known, default=None)
+
+
+def free_memory(device: torch.device, given: float | None) -> float | None:
+    """Bytes that are free for a rank; None if unknown.
+
+    given: GiB to plan with instead. The ranks of a node share the memory that Linux can give without swapping, or that
+    the control group has left, whichever is less.
+    """
+    if given is not None:
+        return given * 2**30
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    free, group = [], Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            free.append(max(float(limit) - float(used), 0.0))
+    except OSError:
+        pass
+    return min(free) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if free else None

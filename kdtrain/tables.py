@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,16 @@ def latex_text(value: Any) -> str:
     text = "" if value is None else printable(str(value))[:500]
     known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
     return "".join(known)
+
+
+MAD_FACTOR = 6 * 1.4826
+"""Factor on the MAD: six standard deviations of normal noise."""
+
+
+def median_and_mad(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median of `values`, and the median distance from it (MAD)."""
+    median = statistics.median(values)
+    return median, statistics.median(abs(each - median) for each in values)
 
 
 def number(value: Any) -> str:

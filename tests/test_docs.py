@@ -16,7 +16,8 @@ import pytest
 import kdtrain as kd
 from benchmarks.performance import scaling
 from kdtrain import cli
-from kdtrain.config import CacheTeacherConfig, DistillConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.removed import REMOVED
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.loading import load_student

@@ -19,7 +19,6 @@ from typing import Any
 
 from kdtrain import process
 from kdtrain.cli import parsing
-from kdtrain.cli.help import help_of, wrapped
 from kdtrain.config import commands, words
 from kdtrain.config.registered import COMMANDS, Command, Main
 from kdtrain.config.values import SECTIONS, options_of
@@ -91,6 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
+        from kdtrain.cli.help import wrapped
+
         lines = [line for name, text in COMMANDS.help().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
         more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
         about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
@@ -102,6 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         if command not in COMMANDS.names():
             raise UsageError(_unknown_command(command))
         if (topic := _topic(argv[1:])) is not None:
+            from kdtrain.cli.help import help_of
+
             _end(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
         process.refuse_impossible_launch()
         try:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from kdtrain.config import CompareConfig
+from kdtrain.config.commands import CompareConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.measures import MEASURES
 from kdtrain.monitor.runs import (

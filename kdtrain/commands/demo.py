@@ -11,10 +11,10 @@ from pathlib import Path
 
 from kdtrain.commands.compare import compare
 from kdtrain.commands.sweep import run
-from kdtrain.config import DemoConfig, PlotConfig
-from kdtrain.errors import UsageError, writing
+from kdtrain.config.commands import DemoConfig, PlotConfig
+from kdtrain.errors import UsageError, log, writing
 from kdtrain.files import publish_text
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.run.folder import make
 from kdtrain.run.sweep import read_sweep

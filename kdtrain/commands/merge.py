@@ -2,8 +2,9 @@
 
 from kdtrain.cache.tools.merge_plan import plan, stated
 from kdtrain.commands.cache_result import made_of, show_cache
-from kdtrain.config import MergeConfig
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.config.cache_commands import MergeConfig
+from kdtrain.errors import log
+from kdtrain.monitor.progress import bar, setup_logging
 
 
 def main(config: MergeConfig) -> int:
@@ -15,7 +16,7 @@ def main(config: MergeConfig) -> int:
     """
     setup_logging()
     plan([stated(each) for each in config.caches])  # refuses before torch is imported
-    from kdtrain.cache.read.remote import open_cache
+    from kdtrain.cache.read.reader import open_cache
     from kdtrain.cache.tools.merge import merge
     from kdtrain.run.folder import refuse_no_folder
 

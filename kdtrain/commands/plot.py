@@ -1,6 +1,6 @@
 """`kdtrain plot`: the curves of runs as a figure for a paper or a page."""
 
-from kdtrain.config import PlotConfig
+from kdtrain.config.commands import PlotConfig
 from kdtrain.errors import UsageError, printable, writing
 from kdtrain.files import published
 from kdtrain.imports import optional

@@ -2,8 +2,9 @@
 
 from kdtrain.cache.tools.merge_plan import refuse_rows, stated
 from kdtrain.commands.cache_result import made_of, show_cache
-from kdtrain.config import SubsetConfig
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.config.cache_commands import SubsetConfig
+from kdtrain.errors import log
+from kdtrain.monitor.progress import bar, setup_logging
 
 
 def main(config: SubsetConfig) -> int:
@@ -17,7 +18,7 @@ def main(config: SubsetConfig) -> int:
     known = stated(config.cache)
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
-    from kdtrain.cache.read.remote import open_cache
+    from kdtrain.cache.read.reader import open_cache
     from kdtrain.cache.tools.merge import subset
     from kdtrain.run.folder import refuse_no_folder
 

@@ -12,10 +12,10 @@ from rich.live import Live
 
 from kdtrain.commands.compare import compare
 from kdtrain.commands.inspect import mib, run_row
-from kdtrain.config import SweepConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.config.commands import SweepConfig
+from kdtrain.errors import RunError, UsageError, log
 from kdtrain.monitor.facts import ENDED
-from kdtrain.monitor.progress import bar, console, log, setup_logging
+from kdtrain.monitor.progress import bar, console, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.runs import Group, grouped, read_runs
 from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep

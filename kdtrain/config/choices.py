@@ -78,7 +78,7 @@ BACKENDS = Registry(
 TEACHERS = Registry(
     "the kind of teacher",
     "kdtrain.teachers",
-    "kdtrain.teaching",
+    dict.fromkeys(("local", "self"), "kdtrain.teaching.local"),
     {
         "local": "a model of transformers, loaded here",
         "self": "the student without its adapters",

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, fits_causal, seen_windows
 from kdtrain.models.output_head import HeadPart as HeadPart

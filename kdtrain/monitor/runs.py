@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kdtrain.config import DistillConfig, written
-from kdtrain.config.values import fields_of, flag
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.values import fields_of, flag, written
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
 from kdtrain.monitor.measures import EVALUATED, LAST, MEASURES, Measure

@@ -39,11 +39,9 @@ here.
 """
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -51,22 +49,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
-from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import OPTIMIZERS
-from kdtrain.errors import UsageError
-from kdtrain.models.adapters import sketch
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import ParallelConfig
+from kdtrain.errors import UsageError, log
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
-from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import active_parameters, checkpoint_activations
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import all_gather_object, is_main, world_size
+from kdtrain.ranks import is_main, world_size
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
@@ -159,6 +156,8 @@ def model_footprint(
         if attention._attn_implementation == "sdpa" or (on_gpu and fits_causal(attention)):
             model.set_attn_implementation(FUSED if on_gpu else CAUSAL)  # as in training, without masks of numbers
         if spec.lora is not None and trained:
+            from kdtrain.models.adapters import sketch
+
             sketch(model, spec.lora)
         if freeze_head:
             model.get_output_embeddings().requires_grad_(False)
@@ -171,6 +170,8 @@ def model_footprint(
             "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
             "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
         }
+        if spec.weights is not None or sizes["frozen"]:
+            from kdtrain.models.frozen import frozen_bytes, pack
         if spec.weights is not None and trained:
             pack(model, spec.weights, fused=True, outline=True)
         width, kept, kept_once = _forward(model, seq_len, mode)
@@ -302,16 +303,12 @@ class MemoryPlan:
 def choose(
     options: ParallelConfig, world: int, *, online: bool, job: Job | None = None, free: float | None = None
 ) -> MemoryPlan:
-    """The plan for `world` ranks.
+    """Choose the plan for `world` ranks.
 
-    Args:
-        online: True if a teacher runs while the student trains.
-        job: the sizes; nothing is estimated or refused without it.
-        free: free bytes of each device; nothing is refused without it.
+    online: a teacher runs while the student trains. job: the sizes; nothing is estimated or refused without it.
+    free: free bytes of each device; nothing is refused without it.
 
-    Raises:
-        UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the
-            ranks.
+    UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the ranks.
     """
     if world > 1 and options.shard_size is not None and world % options.shard_size:
         raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
@@ -473,13 +470,7 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
 
 
 def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> MemoryPlan:
-    """The plan of a run.
-
-    job: see `job_of`. free: see `free_everywhere`.
-
-    Raises:
-        UsageError: it does not fit.
-    """
+    """Choose the plan of a run; job: see `job_of`; free: see `free_everywhere`. UsageError: it does not fit."""
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
@@ -604,34 +595,3 @@ def footprint_of(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
             reason = " ".join(str(error).split())[:120]
             log.info("memory of %s not estimated: %s: %s", spec.name, type(error).__name__, reason)
         return None
-
-
-def free_everywhere(device: torch.device, given: float | None) -> float | None:
-    """The least free memory of any rank, in bytes, so that all ranks make the same plan; every rank must call it.
-
-    given: GiB to plan with instead.
-    """
-    known = [each for each in all_gather_object(free_memory(device, given)) if each is not None]
-    return min(known, default=None)
-
-
-def free_memory(device: torch.device, given: float | None) -> float | None:
-    """Bytes that are free for a rank; None if unknown.
-
-    given: GiB to plan with instead. The ranks of a node share the memory that Linux can give without swapping, or that
-    the control group has left, whichever is less.
-    """
-    if given is not None:
-        return given * GIB
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    free, group = [], Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit != "max":
-            free.append(max(float(limit) - float(used), 0.0))
-    except OSError:
-        pass
-    return min(free) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if free else None

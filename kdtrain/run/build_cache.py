@@ -1,6 +1,5 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs (`TextData`) and evaluations need."""
 
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,18 +18,17 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.write.live_capture import LiveCache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
-from kdtrain.config import CacheTeacherConfig, DataConfig
-from kdtrain.config.sections import DEFAULT_PROMPT
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.sections import DEFAULT_PROMPT, DataConfig
 from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
 from kdtrain.data.packed import WHOLE, PackedRow
 from kdtrain.data.packing import packed_rows, prompt_rows
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import read_sealed, set_aside
 from kdtrain.models.loading import check_student
 from kdtrain.models.tokenizer import (
@@ -50,8 +48,6 @@ from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.tokenizers.view_format import TEXT, own_data
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Source
-
-log = logging.getLogger("kdtrain")
 
 _Rows = dict[str, Iterator[PackedRow]]
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""

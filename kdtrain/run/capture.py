@@ -23,20 +23,21 @@ from kdtrain.cache.tools.unfinished import progress
 from kdtrain.cache.write.folder import claim_folder
 from kdtrain.cache.write.live_capture import Capture, LiveCache
 from kdtrain.cache.write.writer import CacheBuilder, not_empty
-from kdtrain.config import CacheTeacherConfig, DataConfig, DistillConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack, split_text
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, log
 from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
 from kdtrain.models.spec import read_spec, with_weights
-from kdtrain.monitor.progress import log
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.layout import RankLayout
-from kdtrain.parallel.memory_plan import ModelFootprint, free_everywhere, shards_teacher
+from kdtrain.parallel.memory_plan import ModelFootprint, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
-from kdtrain.ranks import is_main, on_main, peak_memory_mb, raise_on_all_ranks, world_size
+from kdtrain.ranks import free_everywhere, is_main, on_main, peak_memory_mb, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import (
     begun,
     begun_with,

@@ -11,12 +11,10 @@ The plans that make data are imported by their names (`config.choices.PLANS`): a
 from collections.abc import Sequence
 from pathlib import Path
 
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import DistillConfig
+from kdtrain.cache.read.reader import LocalCache, open_cache
+from kdtrain.config.commands import DistillConfig
 from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.training.sources.build import open_source
-from kdtrain.training.sources.mixture import mix
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Source, SourceRequest
 
@@ -49,5 +47,7 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | LocalCache
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
         found[split] = [open_source(config.source, each) for each in requests]
     if len(caches) > 1:
+        from kdtrain.training.sources.mixture import mix
+
         return mix(found, config.cache_weights or None)
     return {split: members[0] for split, members in found.items()}

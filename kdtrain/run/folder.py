@@ -21,13 +21,13 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from kdtrain.config import DataConfig, DistillConfig, LoraConfig, sections, shareable, written
 from kdtrain.config.choices import registered
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.kinds import choices, metavar
 from kdtrain.config.removed import renewed
-from kdtrain.config.sections import FIXED_ALPHA
-from kdtrain.config.values import fields_of, flag, marked, options_of
-from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.config.sections import FIXED_ALPHA, DataConfig, LoraConfig
+from kdtrain.config.values import fields_of, flag, marked, options_of, sections, shareable, written
+from kdtrain.errors import RunError, UsageError, log, making, writing
 from kdtrain.files import (
     Lock,
     hidden_folder,
@@ -47,13 +47,11 @@ from kdtrain.files import (
 )
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.monitor.progress import log
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
 from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
-from kdtrain.tokenizers.view_format import OWN, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
@@ -172,9 +170,10 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    for name in OWN:
-        if name in foreign and own_data(out / name):
-            foreign.remove(name)
+    if foreign:
+        from kdtrain.tokenizers.view_format import OWN, own_data
+
+        foreign = [name for name in foreign if name not in OWN or not own_data(out / name)]
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:

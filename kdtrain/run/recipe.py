@@ -10,28 +10,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
-from kdtrain.cache.read.remote import open_cache
-from kdtrain.cache.tools.self_check import look
-from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.rates import WORDS, Kind, rate_of
-from kdtrain.errors import UsageError
+from kdtrain.config.sections import LoraConfig, ObjectiveConfig
+from kdtrain.errors import UsageError, log, warn_early
 from kdtrain.imports import optional
-from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
-from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.hub import ask_config
-from kdtrain.models.loading import is_model_folder, with_weights_of
+from kdtrain.models.loading import is_adapter, is_model_folder, with_weights_of
 from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
-from kdtrain.monitor.progress import log, warn_early
 from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import adds_up, parse, refuse
 from kdtrain.parallel.layout import RankLayout
@@ -39,21 +35,21 @@ from kdtrain.parallel.memory_plan import (
     Job,
     MemoryPlan,
     fitting_micro_batch,
-    free_everywhere,
     job_of,
     plan_run,
     student_parameters,
 )
-from kdtrain.precision.backends import Formats, formats_of
+from kdtrain.precision.formats import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
-from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported
+from kdtrain.ranks import free_everywhere, is_main, on_main, pick_device, raise_on_all_ranks, reported
 from kdtrain.run.folder import deciding, restarted, run_lock, saved_choices
 from kdtrain.tables import short
-from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
-from kdtrain.teaching.teacher import MEASURED
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.plan import PlanRequest
 from kdtrain.training.sources.source import Facts, Source
+
+if TYPE_CHECKING:
+    from kdtrain.teaching.online import OnlineTeacher
 
 LEARNED_RANGE = (2 / 3, 4.0)
 """Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
@@ -79,7 +75,7 @@ class Recipe:
     """Whether `config.out` already holds this run."""
     student: ModelSpec
     """With its attention and its adapters resolved."""
-    teacher: OnlineTeacher | None
+    teacher: "OnlineTeacher | None"
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
@@ -256,17 +252,19 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
 
 def _open_teacher(
     config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device
-) -> OnlineTeacher | None:
+) -> "OnlineTeacher | None":
     """Open the online teacher, without its weights; None in a run without one."""
     if config.teacher is None or not config.online:
         return None
+    from kdtrain.teaching.online import open_online_teacher
+
     spec = teacher_spec(config.teacher, student)
     spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
     return open_online_teacher(spec, device, formats.high)
 
 
 def _refuse_other_tokenizer(
-    config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts | None
+    config: DistillConfig, student: ModelSpec, teacher: "OnlineTeacher | None", facts: Facts | None
 ) -> None:
     """Refuse a student whose tokenizer is not that of the data, or of the teacher of text that is not packed yet."""
     theirs = None
@@ -331,8 +329,10 @@ def _with_alpha(objective: ObjectiveConfig, facts: Facts, earlier: float | None)
     return objective, None
 
 
-def _pack(teacher: OnlineTeacher, rows: Source, micro: int) -> None:
+def _pack(teacher: "OnlineTeacher", rows: Source, micro: int) -> None:
     """Hold the teacher's weights in their format; what that costs is measured on the first of `rows`."""
+    from kdtrain.teaching.teacher import MEASURED
+
     starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
     first = (rows.read(np.arange(at, min(at + micro, len(rows), MEASURED))) for at in starts)
     teacher.pack(first, document_mask=rows.facts.document_mask)
@@ -386,8 +386,13 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
-    caches = [open_cache(each) for each in config.cache if parse_address(each)]
-    for cache in caches:
+    addresses = [each for each in config.cache if parse_address(each)]
+    if not addresses:
+        return
+    from kdtrain.cache.read.reader import open_cache
+    from kdtrain.cache.tools.self_check import look
+
+    for cache in [open_cache(each) for each in addresses]:
         seen = look(cache)
         for finding in () if seen is None else seen.findings:
             if "cache" not in config.allow_mismatch:
@@ -411,6 +416,8 @@ def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
     if start is None or not is_adapter(start):
         lora = config.lora.over(student.lora)
     else:
+        from kdtrain.models.adapters import read_adapter
+
         loaded = read_adapter(start)
         lora = config.lora.over(loaded if student.lora is None else student.lora.over(loaded))
         same = {f"lora_{name}": getattr(loaded, f"lora_{name}") for name in ("rank", "alpha", "rslora", "dora")}
@@ -439,6 +446,8 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
             f"{what} cannot be used with --precision {formats.choice.mode}, which would quantise the frozen weights "
             "again; use --precision bf16, or leave it out"
         )
+    from kdtrain.models.frozen import refuse_weights
+
     refuse_weights(kind, "--base-weights", device)
     return spec
 

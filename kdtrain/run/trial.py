@@ -30,11 +30,12 @@ from torch import nn
 
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store
-from kdtrain.config import DistillConfig, OptimizerConfig
-from kdtrain.errors import RunError
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import OptimizerConfig
+from kdtrain.errors import RunError, log
 from kdtrain.models.head import layers_of
 from kdtrain.models.loading import active_parameters
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.rules import initial_loss
 from kdtrain.objective.alpha import Alpha
 from kdtrain.objective.batch import Batch

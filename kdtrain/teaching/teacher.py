@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.cache.write.answers import ShardAnswers
-from kdtrain.config import CodecConfig
 from kdtrain.config.choices import TEACHERS
+from kdtrain.config.sections import CodecConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer

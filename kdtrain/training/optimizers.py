@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import nn
 
-from kdtrain.config import OptimizerConfig
 from kdtrain.config.choices import OPTIMIZERS
+from kdtrain.config.sections import OptimizerConfig
 from kdtrain.training.student import Student
 
 Groups = list[dict[str, Any]]

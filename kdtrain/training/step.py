@@ -26,7 +26,7 @@ from einops import rearrange
 
 from kdtrain import faults
 from kdtrain.checkpoint.saver import HostCopies
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import RunError
 from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.objective.batch import Batch

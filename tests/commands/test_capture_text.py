@@ -19,7 +19,8 @@ from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.write.live_capture import Capture, LiveCache
 from kdtrain.cli.parsing import parse
 from kdtrain.commands.evaluate import evaluate
-from kdtrain.config import CodecConfig, DataConfig, EvaluateConfig, MonitorConfig, PrecisionConfig, TextConfig
+from kdtrain.config.commands import EvaluateConfig
+from kdtrain.config.sections import CodecConfig, DataConfig, MonitorConfig, PrecisionConfig, TextConfig
 from kdtrain.data import corpus
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from kdtrain import faults
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec

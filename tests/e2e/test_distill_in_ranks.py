@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from kdtrain.checkpoint.store import load
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.run.folder import run_lock
 from tests.logged_runs import wandb_history, wandb_records
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.config import MonitorConfig
-from kdtrain.errors import UsageError
+from kdtrain.config.sections import MonitorConfig
+from kdtrain.errors import UsageError, log
 from kdtrain.monitor import on_event
 from kdtrain.monitor.on_event import EVENTS, EventCommand
-from kdtrain.monitor.progress import log
 from kdtrain.monitor.writers import Writers
 
 

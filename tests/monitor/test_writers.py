@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from kdtrain.config import MonitorConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.config.sections import MonitorConfig
+from kdtrain.errors import RunError, UsageError, log, warn_early
 from kdtrain.monitor.loggers import TensorBoard, WeightsAndBiases
-from kdtrain.monitor.progress import log, setup_logging, warn_early
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.writers import Writers
 from tests.logged_runs import wandb_history, wandb_records
 

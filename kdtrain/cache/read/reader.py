@@ -37,7 +37,7 @@ from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.hdf5 import check_structure
 from kdtrain.cache.format.manifest import Manifest, ShardRecord, check_sizes, first_rows, read_manifest
 from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, as_path
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch, Collator
 
@@ -357,3 +357,16 @@ def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             "DataLoader(mixture, batch_sampler=mixture.batches(8), collate_fn=kd.collate) does"
         )
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+def open_cache(where: Path | str) -> LocalCache:
+    """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
+    from kdtrain.net.address import parse_address
+
+    folder = as_path(where, "where")
+    if (address := parse_address(where)) is None:
+        return LocalCache(folder)
+    from kdtrain.cache.read.remote import open_remote
+
+    remote = open_remote(address)
+    return LocalCache(remote.folder, remote.manifest, remote)

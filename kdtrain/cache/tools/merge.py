@@ -21,7 +21,6 @@ Shapes: N tokens, D samples of one cache, K samples of all.
 """
 
 import hashlib
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +50,7 @@ from kdtrain.cache.write.shard_writer import ShardRows
 from kdtrain.cache.write.writer import CacheBuilder, Progress
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.files import LARGE, canonical_json, file_digest, json_digest, read_bytes
 from kdtrain.objective.targets import SparseTargets
 
@@ -59,8 +58,6 @@ _SHOWN = 60
 """Characters of a name among several."""
 _ANCESTRY = 2**18
 """Characters of a parent's own parents that a manifest takes over: one of 32 MiB could not be read."""
-
-log = logging.getLogger("kdtrain")
 
 
 def merge(caches: Sequence[LocalCache], out: Path, progress: Progress | None = None) -> Manifest:

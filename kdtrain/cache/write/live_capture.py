@@ -17,7 +17,6 @@ Shapes: n sequences of the training split.
 """
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,10 +34,8 @@ from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.read.rows import stored_rows
 from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, writing
+from kdtrain.errors import RunError, UsageError, log, writing
 from kdtrain.files import remove_file, typed
-
-log = logging.getLogger("kdtrain")
 
 AHEAD = 4
 """Shards after the one that is read that are captured ahead."""

@@ -14,7 +14,6 @@ batches live at once; every rank reads all of the data, and waits for the slowes
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
@@ -48,11 +47,9 @@ from kdtrain.cache.write.shard_writer import (
     publish_shard,
 )
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, writing
+from kdtrain.errors import RunError, UsageError, log, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest, set_aside
 from kdtrain.ranks import all_gather_object, rank, world_size
-
-log = logging.getLogger("kdtrain")
 
 _PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.card", "cache.manifest")
 FAULT_POINTS = (

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from kdtrain.commands.distill import train
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import USUAL_STEPS, configured, flag
-from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
+from kdtrain.errors import RunError, UsageError, log, making, refuse_no_path, writing
 from kdtrain.files import Lock, publish_text, published, read_json, remove_empty, remove_file, rename_over, temporary_of
-from kdtrain.models.adapters import is_adapter
-from kdtrain.models.loading import is_model_folder
-from kdtrain.monitor.progress import hushed, log, setup_logging
+from kdtrain.models.loading import is_adapter, is_model_folder
+from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes

@@ -13,11 +13,11 @@ from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.self_check import look
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.data.rows import readable
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.plugins.layouts.build import build, sample, try_sample
 from kdtrain.plugins.layouts.layout import Layout
 from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig

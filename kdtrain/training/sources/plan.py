@@ -7,15 +7,17 @@ next one: one that has the student write takes prompts and validation from the p
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kdtrain.config import DistillConfig
 from kdtrain.config.choices import PLANS
+from kdtrain.config.commands import DistillConfig
 from kdtrain.models.spec import ModelSpec
-from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.sources.source import Facts, Source
+
+if TYPE_CHECKING:
+    from kdtrain.teaching.online import OnlineTeacher
 
 T = TypeVar("T", bound=Callable[[Any], Any])
 
@@ -54,7 +56,7 @@ class PlanRequest:
 
     config: DistillConfig
     student: ModelSpec
-    teacher: OnlineTeacher | None
+    teacher: "OnlineTeacher | None"
     """An online one, not yet loaded."""
     device: torch.device
     held: ExitStack
