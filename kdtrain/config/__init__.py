@@ -11,20 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
-from kdtrain.config.cache_commands import MergeConfig as MergeConfig
-from kdtrain.config.cache_commands import SubsetConfig as SubsetConfig
 from kdtrain.config.cache_commands import check_device as check_device
 from kdtrain.config.choices import Weights as Weights
 from kdtrain.config.commands import ChatConfig as ChatConfig
-from kdtrain.config.commands import CompareConfig as CompareConfig
-from kdtrain.config.commands import DemoConfig as DemoConfig
 from kdtrain.config.commands import DistillConfig as DistillConfig
 from kdtrain.config.commands import EvaluateConfig as EvaluateConfig
 from kdtrain.config.commands import ExportConfig as ExportConfig
 from kdtrain.config.commands import GenerateConfig as GenerateConfig
 from kdtrain.config.commands import InspectConfig as InspectConfig
-from kdtrain.config.commands import PlotConfig as PlotConfig
-from kdtrain.config.commands import SweepConfig as SweepConfig
 from kdtrain.config.commands import VerifyConfig as VerifyConfig
 from kdtrain.config.sections import CacheParallelConfig as CacheParallelConfig
 from kdtrain.config.sections import CheckpointConfig as CheckpointConfig

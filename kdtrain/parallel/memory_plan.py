@@ -70,11 +70,13 @@ from kdtrain.ranks import all_gather_object, is_main, world_size
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
-LOGITS = {"cached": 5.0, "online": 14.0, "compiled": 2.0, "compiled online": 6.0}
-"""Tensors as large as a chunk of logits that exist at once in the objective's engine."""
+LOGITS = {(False, False): 5.0, (False, True): 14.0, (True, False): 2.0, (True, True): 6.0}
+"""Tensors as large as a chunk of logits that exist at once in the objective's engine: compiled, with a teacher."""
 CACHE_LOGITS = 6.0
 """Tensors as large as a batch of logits that exist at once while a teacher is cached."""
 GIB = 2**30
+MOMENTS = ("teach", "head", "backward")
+"""When a rank's memory can be largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,53 +367,71 @@ def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
 
 
 def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
-    """Bytes by part at each moment."""
-    student, teacher, tokens, narrow = job.student, job.teacher, job.micro(world) * job.seq_len, job.compute_bytes == 2
+    """Return the bytes by part at each moment, from a table that has a part's bytes at each of `MOMENTS`."""
+    student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
     shared, by_teacher = ((plan.shard_size or world) if each == "fsdp" else 1 for each in (plan.student, plan.teacher))
-    masters, whole = (4 + job.state_bytes) * student.trained / shared, 4.0 * student.trained
-    root, layers = student.parameters - student.in_layers, max(student.layers, 1)
-    always = {
-        "weights and moments": masters + student.frozen_bytes * student.frozen / shared,
-        "snapshots": job.snapshots * masters,
-        "copy for the save": masters * job.copies,
-        "teacher": 0.0 if teacher is None else _teacher_held(teacher, by_teacher) + 4.0 * tokens * teacher.width,
-        "gathered": 0.0 if shared == 1 else 4.0 * root + 2 * job.compute_bytes * student.in_layers / layers,
+    masters = (4 + job.state_bytes) * student.trained / shared
+    held = forward = gathered = 0.0
+    if teacher is not None:
+        held = _teacher_held(teacher, by_teacher) + 4.0 * tokens * teacher.width
+        forward = _of_a_layer(teacher, tokens)  # nothing is kept
+    if shared > 1:
+        layers = 2 * job.compute_bytes * student.in_layers / max(student.layers, 1)
+        gathered = 4.0 * (student.parameters - student.in_layers) + layers
+    parts = {
+        "weights and moments": [masters + student.frozen_bytes * student.frozen / shared] * 3,
+        "snapshots": [job.snapshots * masters] * 3,
+        "copy for the save": [masters if job.copies else 0.0] * 3,
+        "teacher": [held] * 3,
+        "gathered": [gathered] * 3,
+        "gradients": _gradients(plan, job, world, shared),
+        "teacher's forward": [forward, 0.0, 0.0],
+        "activations": [0.0, _activations(job, tokens, shared), _of_a_layer(student, tokens)],
+        "output head": [0.0, _output_head(job, tokens), 0.0],
     }
+    return {moment: {name: each[at] for name, each in parts.items()} for at, moment in enumerate(MOMENTS)}
 
-    # DDP's buckets, of which gradients are views, exist from the first step on.
+
+def _gradients(plan: MemoryPlan, job: Job, world: int, shared: int) -> list[float]:
+    """Return the bytes of gradients at each of `MOMENTS`; shared: ranks that share a copy of the student."""
+    student = job.student
+    whole = last = 4.0 * student.trained
     adds_up = plan.student == "ddp" or job.batch_size > job.micro(world) * world
-    held = whole if plan.accumulate == "whole" else whole / shared  # by the micro-batches before
-    gradients = whole
+    some = 4.0 * _root_and_two(student.trained, student.in_layers - student.frozen_in_layers, student.layers)
     if shared > 1:  # the shards, and either all until they are reduced, or those of the root and two layers
-        trained_root = root - (student.frozen - student.frozen_in_layers)
-        some = 4.0 * (trained_root + 2 * (student.in_layers - student.frozen_in_layers) / layers)
-        gradients = whole / shared + (whole if adds_up and plan.accumulate == "whole" else some)
+        last = whole / shared + (whole if adds_up and plan.accumulate == "whole" else some)
+    if student.tied and not student.frozen_head:
+        last += 4.0 * student.vocabulary * student.width  # of the embedding
+    before = whole if plan.accumulate == "whole" else whole / shared
+    # DDP's buckets, of which gradients are views, exist from the first step on.
+    return [whole if plan.student == "ddp" else 0.0, before if adds_up else 0.0, last]
 
-    head_weight, trains_head = student.vocabulary * student.width, not student.frozen_head
-    kinds = (("compiled", job.compiled), ("online", teacher is not None))
-    kind = " ".join(name for name, holds in kinds if holds) or "cached"
-    waiting = min(job.waiting_rows * trains_head, max(tokens - job.chunk_rows, 0))
-    head = (4.0 * trains_head + 2.0 * narrow) * head_weight + 2.0 * job.compute_bytes * tokens * student.width
-    head += (LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) + 2.0 * waiting) * student.vocabulary
-    kept, once = student.kept, student.kept_once
+
+def _activations(job: Job, tokens: int, shared: int) -> float:
+    """Return the bytes that the student's forward keeps; shared: ranks that share a copy of it."""
+    kept, once = job.student.kept, job.student.kept_once
     if job.activation_checkpointing:
-        kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
-    if shared > 1 and narrow:  # the layers' weights are gathered so, and freed
-        once = max(once - 2.0 * student.in_layers, 0.0)
-    embedding = 4.0 * head_weight if student.tied and trains_head else 0.0
-    at = {
-        "teach": {
-            "gradients": whole if plan.student == "ddp" else 0.0,
-            "teacher's forward": 0.0 if teacher is None else _of_a_layer(teacher, tokens),  # nothing is kept
-        },
-        "head": {
-            "gradients": held if adds_up else 0.0,
-            "activations": tokens * kept + once,
-            "output head": head,
-        },
-        "backward": {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)},
-    }
-    return {moment: always | parts for moment, parts in at.items()}
+        kept, once = job.student.kept_by_checkpoints, job.student.kept_once_by_checkpoints
+    if shared > 1 and job.compute_bytes == 2:  # the layers' weights are gathered so, and freed
+        once = max(once - 2.0 * job.student.in_layers, 0.0)
+    return tokens * kept + once
+
+
+def _output_head(job: Job, tokens: int) -> float:
+    """Return the bytes of the head's gradient and copies, of hidden states and theirs, and of a chunk of logits."""
+    student, compute = job.student, job.compute_bytes
+    logits = LOGITS[job.compiled, job.teacher is not None] * 4.0 * min(job.chunk_rows, tokens)
+    weight = 2.0 if compute == 2 else 0.0
+    if not student.frozen_head:
+        weight += 4.0
+        logits += 2.0 * min(job.waiting_rows, max(tokens - job.chunk_rows, 0))
+    states = 2.0 * compute * tokens * student.width
+    return weight * (student.vocabulary * student.width) + states + logits * student.vocabulary
+
+
+def _root_and_two(numbers: int, in_layers: int, layers: int) -> float:
+    """Return how many of `numbers` are gathered at once: all but those `in_layers`, and those of two layers."""
+    return numbers - in_layers + 2.0 * in_layers / max(layers, 1)
 
 
 def _of_a_layer(model: ModelFootprint, tokens: int) -> float:
@@ -423,7 +443,7 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     """Bytes of a teacher's weights on one of the ranks that share them, with its root and two layers gathered."""
     numbers = teacher.parameters / shared
     if shared > 1:
-        numbers += teacher.parameters - teacher.in_layers + 2.0 * teacher.in_layers / max(teacher.layers, 1)
+        numbers += _root_and_two(teacher.parameters, teacher.in_layers, teacher.layers)
     wide = 4.0 * teacher.vocabulary * teacher.width if teacher.weight_bytes < 4 or shared > 1 else 0.0
     return teacher.weight_bytes * numbers + wide
 

@@ -21,7 +21,6 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, 
 from kdtrain.cache.format.names import MANIFEST, PIECES
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
-from kdtrain.cache.read.rows import stored_rows
 from kdtrain.cache.write.live_capture import LiveCache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
 from kdtrain.config import CacheTeacherConfig, DataConfig
@@ -110,7 +109,7 @@ def begun(
     if refined is None:
         return _requested(config, teacher, counts, dict(teacher.identity) if here else {})
     refuse_other_teacher(refined, teacher, loaded=here)
-    settings, rows = refined.manifest.settings, {split: stored_rows(refined[split]) for split in refined}
+    settings, rows = refined.manifest.settings, {split: refined[split].rows() for split in refined}
     number = settings.codec.num_samples  # those drawn lie half way between two
     offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
     return replace(settings, sampling=grid_name(offset)), rows
@@ -271,7 +270,7 @@ def validation_rows(
     if refined is None:
         rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
     else:
-        rows = stored_rows(refined["validation"])
+        rows = refined["validation"].rows()
     first = islice(rows, most)
     while part := list(islice(first, config.batch_size)):
         tokens, mask, segments = (

@@ -28,6 +28,7 @@ from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack, split_text
 from kdtrain.errors import UsageError
+from kdtrain.files import refuse_no_folder
 from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
 from kdtrain.models.spec import read_spec, with_weights
@@ -51,7 +52,7 @@ from kdtrain.run.build_cache import (
     validation_rows,
 )
 from kdtrain.run.data_plan import CachedData
-from kdtrain.run.folder import check_out, existing_parent, refuse_no_folder, restarted, trial_folder
+from kdtrain.run.folder import check_out, existing_parent, restarted, trial_folder
 from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
 from kdtrain.tokenizers.view_format import SERVED, TEXT
 from kdtrain.training.schedule import total_steps

@@ -172,18 +172,14 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     layout = RankLayout.of_ranks(device)
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
-    saved, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
+    attention, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
         student = _with_base_weights(given, student, formats, device)
-        teacher = None
-        if given.teacher is not None and given.online:
-            spec = teacher_spec(given.teacher, student)
-            spec = with_weights(spec, given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel)
-            teacher = open_online_teacher(spec, device, formats.high)
+        teacher = _open_teacher(given, student, formats, device)
     data = PlanRequest(
         config=given,
         student=student,
@@ -195,25 +191,21 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     ).next()
     masked = on_main(data.masked)
     with raise_on_all_ranks():
-        facts = data.facts
-        seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
-        theirs = None if facts is None else facts.tokenizer_digest
-        if facts is None and teacher is not None:
-            theirs = tokenizer_digest(teacher.tokenizer)
-        meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
-        if student.init == "pretrained":
-            ask_config(student)  # a model that is refused is not refused for its tokenizer
-        with allowing(given, "tokenizer", meaning):
-            own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
-            refuse_tokenizer(own, theirs)
+        facts, size = data.facts, None
+        if facts is not None:
+            size = facts.vocab_size
+        elif teacher is not None:
+            size = teacher.vocab_size
+        seq_len = given.data.seq_len if facts is None else facts.seq_len
+        _refuse_other_tokenizer(given, student, teacher, facts)
         compiles = _compiles(given, device)
-        attention = (saved if student.attention == "auto" else None) or student.attention
+        if student.attention != "auto" or attention is None:
+            attention = student.attention
         attention = resolve_attention(
             attention, device, formats.high, compiled=compiles, length=seq_len, document_mask=masked
         )
         student = replace(student, attention=attention)
         footprint = None if teacher is None else teacher.footprint(seq_len)
-        size = teacher.vocab_size if size is None and teacher is not None else size
         job = job_of(given, formats.high, device, student, seq_len, size, footprint)
         micro = _micro_batch(given, layout.data_size, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
@@ -223,14 +215,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
                 "--teacher-parallel replicate, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
-        lr_from: str | None = None
-        if given.optimizer.lr != "auto":
-            lr = given.optimizer.peak_lr
-        elif rate is not None:  # a run that is resumed keeps its own
-            lr, lr_from = rate, "that of its checkpoints"
-        else:
-            lr, source = table_rate(given, student, size)
-            lr_from = f"{source}; kdtrain find-lr measures it"
+        lr, lr_from = _rate(given, student, size, rate)
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
     if teacher is not None:
@@ -241,22 +226,12 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
-        reasons = {
-            "as it began": alpha is not None,
-            "as its cache lacks log p of labels": not all(each.labels for each in sources["train"].facts.taught),
-        }
-        alpha_from = next((why for why, holds in reasons.items() if holds and objective.alpha == "auto"), None)
-        if alpha_from is not None:
-            objective = replace(objective, alpha=objective.first_alpha if alpha is None else alpha)
+        objective, alpha_from = _with_alpha(objective, sources["train"].facts, alpha)
         if teacher is not None:
-            # the sequences on which the cost of packed weights is measured
-            starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
-            first = (rows.read(np.arange(at, min(at + micro, len(rows), MEASURED))) for at in starts)
-            teacher.pack(first, document_mask=rows.facts.document_mask)
-    optimizer = replace(given.optimizer, lr=lr)
+            _pack(teacher, rows, micro)
     return Recipe(
         given=given,
-        config=replace(given, **data.options, objective=objective, optimizer=optimizer),
+        config=replace(given, **data.options, objective=objective, optimizer=replace(given.optimizer, lr=lr)),
         lr_from=lr_from,
         alpha_from=alpha_from,
         device=device,
@@ -272,6 +247,67 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         total=total_steps(given, len(sources["train"])),
         compiles=compiles,
     )
+
+
+def _open_teacher(
+    config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device
+) -> OnlineTeacher | None:
+    """Open the online teacher, without its weights; None in a run without one."""
+    if config.teacher is None or not config.online:
+        return None
+    spec = teacher_spec(config.teacher, student)
+    spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
+    return open_online_teacher(spec, device, formats.high)
+
+
+def _refuse_other_tokenizer(
+    config: DistillConfig, student: ModelSpec, teacher: OnlineTeacher | None, facts: Facts | None
+) -> None:
+    """Refuse a student whose tokenizer is not that of the data, or of the teacher of text that is not packed yet."""
+    theirs = None
+    if facts is not None:
+        theirs = facts.tokenizer_digest
+    elif teacher is not None:
+        theirs = tokenizer_digest(teacher.tokenizer)
+    if student.init == "pretrained":
+        ask_config(student)  # a model that is refused is not refused for its tokenizer
+    meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+    with allowing(config, "tokenizer", meaning):
+        own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
+        refuse_tokenizer(own, theirs)
+
+
+def _rate(
+    config: DistillConfig, student: ModelSpec, vocab_size: int | None, earlier: float | None
+) -> tuple[float, str | None]:
+    """Return the peak learning rate, and where that of `--lr auto` is from; earlier: that of a resumed run."""
+    if config.optimizer.lr != "auto":
+        return config.optimizer.peak_lr, None
+    if earlier is not None:
+        return earlier, "that of its checkpoints"
+    lr, source = table_rate(config, student, vocab_size)
+    return lr, f"{source}; kdtrain find-lr measures it"
+
+
+def _with_alpha(objective: ObjectiveConfig, facts: Facts, earlier: float | None) -> tuple[ObjectiveConfig, str | None]:
+    """Return `objective` with a number in place of an `auto` that cannot be measured, and why it cannot.
+
+    earlier: that of a resumed run.
+    """
+    if objective.alpha != "auto":
+        return objective, None
+    if earlier is not None:
+        return replace(objective, alpha=earlier), "as it began"
+    if not all(each.labels for each in facts.taught):
+        return replace(objective, alpha=objective.first_alpha), "as its cache lacks log p of labels"
+    return objective, None
+
+
+def _pack(teacher: OnlineTeacher, rows: Source, micro: int) -> None:
+    """Hold the teacher's weights in their format; what that costs is measured on the first of `rows`."""
+    starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
+    first = (rows.read(np.arange(at, min(at + micro, len(rows), MEASURED))) for at in starts)
+    teacher.pack(first, document_mask=rows.facts.document_mask)
 
 
 @contextmanager
@@ -404,58 +440,76 @@ def with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -
 
     facts: of the data, if they are known; None for text that is not packed yet.
     """
-    taught = facts is not None and facts.targets != "none"
     least, most = (0.25, 20.0) if facts is None else facts.temperature_range
     low = objective.temperature_min or max(least, LEARNED_RANGE[0])
     high = objective.temperature_max or min(most, LEARNED_RANGE[1])
-    used = [objective.temperature]
-    used += [objective.temperature_end] if objective.schedules_temperature else []
-    learnable = objective.learns_temperature
-    used += [low, high] if learnable else []
-    if facts is not None and facts.alignment is not None:
-        if {*used} != {1.0}:
-            raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
-        if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts or objective.tail != "ghost":
-            raise UsageError(
-                f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
-                "tokenizers; use forward-kl, and leave --tail out"
-            )
-    members = [] if facts is None else facts.taught or [facts]
-    counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
-    more = ", or build a cache with --top-k, which serves others" if counts_only else ""
-    if taught and not all(least <= each <= most for each in used):
-        raise UsageError(
-            f"temperatures {sorted(set(used))} leave the cache's range of {least:.3g} to {most:.3g}; "
-            f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
-        )
-    if learnable and facts is not None and not online and not taught:
-        raise UsageError(
-            f"--temperature-mode {objective.temperature_mode} needs a teacher to learn T from, and {facts.name} has "
-            "none; use --temperature-mode fixed"
-        )
-    if learnable and least == most:
-        raise UsageError(
-            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is valid at T = "
-            f"{least:g} only; use --temperature-mode fixed{more}"
-        )
-    if learnable and not low < objective.temperature < high:
+    used = {objective.temperature}
+    if objective.schedules_temperature:
+        used.add(objective.temperature_end)
+    if objective.learns_temperature:
+        used |= {low, high}
+    if facts is not None:
+        if facts.alignment is not None:
+            _refuse_across_tokenizers(objective, used)
+        _refuse_temperatures(objective, facts, used, online)
+    if objective.learns_temperature and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
-    if objective.distils and (online or taught):
-        kinds = [(each.top_k, each.num_samples, each.targets == "dense") for each in members]
-        kinds = [(0, 0, True)] if online or facts is None else kinds
-        for top_k, samples, dense in kinds:
-            refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
-        grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
-        grows = grows and any(dense for *_, dense in kinds)
-        if grows and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
-            raise UsageError(
-                f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "
-                f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
-                "--temperature-mode fixed, another --divergence, or a sparse cache"
-            )
+    if objective.distils and online:
+        _refuse_divergence(objective, [(0, 0, True)])
+    elif objective.distils and facts is not None:
+        _refuse_divergence(
+            objective, [(each.top_k, each.num_samples, each.targets == "dense") for each in facts.taught]
+        )
     if low == high:
         return objective  # the cache is valid at one T only, which is fixed: there are no bounds
     return replace(objective, temperature_min=low, temperature_max=high)
+
+
+def _refuse_across_tokenizers(objective: ObjectiveConfig, used: set[float]) -> None:
+    """Refuse all but forward KL at T = 1, with the default tail; used: the temperatures that a run may reach."""
+    if used != {1.0}:
+        raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
+    if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts or objective.tail != "ghost":
+        raise UsageError(
+            f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
+            "tokenizers; use forward-kl, and leave --tail out"
+        )
+
+
+def _refuse_temperatures(objective: ObjectiveConfig, facts: Facts, used: set[float], online: bool) -> None:
+    """Refuse temperatures that the targets do not have; used: those that a run may reach."""
+    least, most = facts.temperature_range
+    counts_only = any(each.targets == "sparse" and not each.top_k for each in facts.taught)
+    more = ", or build a cache with --top-k, which serves others" if counts_only else ""
+    if facts.taught and not all(least <= each <= most for each in used):
+        raise UsageError(
+            f"temperatures {sorted(used)} leave the cache's range of {least:.3g} to {most:.3g}; "
+            f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
+        )
+    learning = f"--temperature-mode {objective.temperature_mode} needs"
+    if objective.learns_temperature and not online and not facts.taught:
+        raise UsageError(
+            f"{learning} a teacher to learn T from, and {facts.name} has none; use --temperature-mode fixed"
+        )
+    if objective.learns_temperature and least == most:
+        raise UsageError(
+            f"{learning} more than one T, and the cache is valid at T = {least:g} only; use --temperature-mode "
+            f"fixed{more}"
+        )
+
+
+def _refuse_divergence(objective: ObjectiveConfig, targets: list[tuple[int, int, bool]]) -> None:
+    """Refuse a divergence that cannot be computed; targets: of each kind the top-k, the samples, and if it is dense."""
+    for top_k, samples, dense in targets:
+        refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
+    grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+    whole = any(dense for *_, dense in targets)
+    if grows and whole and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "
+            f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
+            "--temperature-mode fixed, another --divergence, or a sparse cache"
+        )
 
 
 def _compiles(config: DistillConfig, device: torch.device) -> bool:

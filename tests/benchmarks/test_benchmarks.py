@@ -12,7 +12,7 @@ from benchmarks import figures, tables
 from benchmarks.harness import RESULTS, SECTIONS, command
 from benchmarks.science import divergence
 from kdtrain.objective.metrics import Metrics
-from kdtrain.run.sweep import read_sweep
+from kdtrain.plugins.papers.jobs import read_sweep
 from kdtrain.training.validate import calibration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_a_record_names_a_command_that_exists_or_the_commit_whose_command_made_i
 def test_each_sweep_is_one_that_the_command_reads(file, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "others")
     monkeypatch.chdir(ROOT)  # students and others' files go by their place in the repository
-    monkeypatch.setattr("kdtrain.run.sweep._absent", lambda *_: [])  # what it needs is made first
+    monkeypatch.setattr("kdtrain.plugins.papers.jobs.missing", lambda *_: [])  # what it needs is made first
     sweep = read_sweep(file, tmp_path / "out")
     assert sweep.runs and not any(job.done for job in sweep.runs) and not (tmp_path / "out").exists()
 

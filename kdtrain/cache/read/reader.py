@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch, Collator
 
+if TYPE_CHECKING:
+    from kdtrain.data.packed import PackedRow
+
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 """Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
 HDF5's own, which no setting lowers, and its lists: 0.25 MiB at V = 2,048, 2 MiB at V = 151,936."""
@@ -49,6 +52,7 @@ MAX_LISTS = 2**28
 _readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
 
 
+_ROWS_AT_ONCE = 64
 AHEAD = 8
 """Shards after the one that is read that are requested from a `ShardSource` in advance."""
 
@@ -107,7 +111,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             remote.bring_tokenizer()
         self.split = split
         self._shards = self.manifest.splits[split]["shards"]
-        self._first_rows = np.array(first_rows(self.manifest.splits[split]))
+        self.first_rows = np.array(first_rows(self.manifest.splits[split]))
+        """The number of the first sequence of each shard, and in the end that of all."""
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._closed: OrderedDict[int, Shard] = OrderedDict()
@@ -190,6 +195,15 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                     parts.append(opened.text(part))
         return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
 
+    def rows(self, numbers: Sequence[int] | np.ndarray | None = None) -> "Iterator[PackedRow]":
+        """Yield the sequences `numbers` (None: all) in this order, without targets. RunError, IndexError: as `read`."""
+        from kdtrain.data.packed import PackedRow  # what builds another cache asks for them, and no run
+
+        numbers = range(len(self)) if numbers is None else numbers
+        for start in range(0, len(numbers), _ROWS_AT_ONCE):
+            found = self.text(numbers[start : start + _ROWS_AT_ONCE])
+            yield from (PackedRow(*row) for row in zip(*found.values(), strict=True))
+
     def shard_file(self, number: int) -> Path:
         """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
         with self._lock(), self._reading(number):
@@ -200,9 +214,9 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
         if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
             raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
-        holders = np.searchsorted(self._first_rows, wanted, side="right") - 1
+        holders = np.searchsorted(self.first_rows, wanted, side="right") - 1
         shards, first = np.unique(holders, return_index=True)
-        parts = np.split(wanted - self._first_rows[holders], first[1:])
+        parts = np.split(wanted - self.first_rows[holders], first[1:])
         return dict(zip(shards.tolist(), parts, strict=True)), place
 
     @contextmanager
@@ -285,7 +299,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if file_digest(path) != self._shards[number]["sha256"]:
             raise AlteredError("its content changed: its SHA-256 differs from the manifest's")
         settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
-        first = self._shards[number].get("first_sequence", int(self._first_rows[number]))
+        first = self._shards[number].get("first_sequence", int(self.first_rows[number]))
         check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
         self._verified[number], self._checked[number] = seen, np.zeros(sequences, bool)
 

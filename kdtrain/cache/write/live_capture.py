@@ -32,7 +32,6 @@ from kdtrain.cache.format import codec
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, ShardRecord, SplitRecord, read_manifest, read_sidecar
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.read.rows import stored_rows
 from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, writing
@@ -142,7 +141,7 @@ class LiveCache(LocalCache):
             self._changed.notify_all()
         rows = {
             "train": self._ordered(text["train"], numbers_n, size),
-            "validation": stored_rows(text["validation"], kept),
+            "validation": text["validation"].rows(kept),
         }
         return settings, {name: rows[name] for name in ("validation", "train")}, self._progress
 
@@ -265,7 +264,7 @@ class LiveCache(LocalCache):
                     if self._ending:
                         return
                     self._changed.wait()
-            yield from stored_rows(text, numbers_n[first : first + size])
+            yield from text.rows(numbers_n[first : first + size])
 
     def _progress(self, done: int, _: int | None) -> None:
         """Take what the builder reports between two batches: after a shard is published it counts all of it."""

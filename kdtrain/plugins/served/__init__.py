@@ -1,4 +1,4 @@
-"""A teacher behind an inference server: who it is, what is requested, and how answers are checked (docs/teachers.md).
+"""A teacher behind an inference server: who it is, what is requested, and how answers are checked (docs/vllm.md).
 
 `--teacher-server` names the server; in a TOML of teachers/ `kind = "served"` does.
 """

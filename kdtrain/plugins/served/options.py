@@ -40,7 +40,7 @@ class ServerConfig(Options):
     teacher_server: tuple[str, ...] = option(
         (), several=True, shown="URL", free=True, private="sends the text to a server", check=_check_servers, brief=True
     )
-    """Address of the teacher's vLLM server; http://HOST:8000/v1, given again for more servers (docs/teachers.md)."""
+    """Address of the teacher's vLLM server; http://HOST:8000/v1, given again for more servers (docs/vllm.md)."""
     server_model: str | None = option(None, free=True, once=True, text=True, needs="teacher_server")
     """The name of the teacher there; by default the only one that is served, or that of --teacher."""
     server_concurrency: int = option(16, free=True, least=1, most=1024, needs="teacher_server")
