@@ -49,7 +49,7 @@ COLUMNS = {
     "snapshot_ms": "a snapshot, ms",
     "built_over_bare": "of the bare forward's rate",
     "built_over_asked": "of its teacher's rate",
-    "bytes_a_token.total": "bytes a token",
+    "bytes_a_token.total": "bytes per token",
     "speed_up": "of sparse-12's time",
     "cost": "of a step's time",
     "stall": "stall, s",
