@@ -1,4 +1,4 @@
-"""The records as tables in docs: `python -m benchmarks.tables [PAGE ...]`, of `PAGES`, or all.
+"""The records as tables in pages: `python -m benchmarks.tables [PAGE ...]`, of `PAGES`, or all.
 
 Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
 met. The goals on a GPU are in the sections of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused
@@ -25,8 +25,8 @@ PAGES = {
     "objective": ROOT / "docs" / "objective.md",
     "quality": ROOT / "docs" / "quality.md",
     "prune": ROOT / "docs" / "prune.md",
-    "lora": ROOT / "docs" / "lora.md",
-    "find_lr": ROOT / "docs" / "learning-rate.md",
+    "lora": ROOT / "benchmarks" / "lora.md",
+    "find_lr": ROOT / "benchmarks" / "find_lr.md",
     "gpu": ROOT / "docs" / "performance.md",
 }
 COLUMNS = {
