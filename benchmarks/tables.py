@@ -27,8 +27,8 @@ PAGES: dict[str, Sequence[Path]] = {
     "objective": [DOCS / "objective.md"],
     "quality": [DOCS / "quality.md", HERE / "science" / "QUALITY.md"],
     "prune": [DOCS / "prune.md"],
-    "lora": [DOCS / "lora.md"],
-    "find_lr": [DOCS / "learning-rate.md"],
+    "lora": [HERE / "lora.md"],
+    "find_lr": [HERE / "find_lr.md"],
     "gpu": [DOCS / "performance.md", HERE / "performance" / "GPU.md"],
 }
 COLUMNS = {
