@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from kdtrain.checkpoint.tiers import Keep as Keep
     from kdtrain.cli import register_command as register_command
     from kdtrain.commands.distill import distill as distill
-    from kdtrain.config import CacheTeacherConfig as CacheTeacherConfig
-    from kdtrain.config import DistillConfig as DistillConfig
+    from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
+    from kdtrain.config.commands import DistillConfig as DistillConfig
     from kdtrain.data.corpus import register_text as register_text
     from kdtrain.errors import RunError as RunError
     from kdtrain.errors import UsageError as UsageError
@@ -79,7 +79,8 @@ _HOME = {
     "kdtrain.checkpoint.tiers": ("Keep",),
     "kdtrain.cli": ("register_command",),
     "kdtrain.commands.distill": ("distill",),
-    "kdtrain.config": ("CacheTeacherConfig", "DistillConfig"),
+    "kdtrain.config.cache_commands": ("CacheTeacherConfig",),
+    "kdtrain.config.commands": ("DistillConfig",),
     "kdtrain.tokenizers.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),

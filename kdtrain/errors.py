@@ -1,4 +1,4 @@
-"""The two errors that end a command, and the exit code of each.
+"""The two errors that end a command, the exit code of each, and the log.
 
 A `UsageError` is raised before the command has done anything, for a request that cannot work: an unknown option, a
 vocabulary that does not fit, an unfinished cache. A `RunError` is raised for a failure while running. Both carry one
@@ -7,6 +7,7 @@ line that says what is wrong, where, and what to do; the command prints that lin
 """
 
 import errno
+import logging
 import operator
 import os
 import re
@@ -16,6 +17,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+log = logging.getLogger("kdtrain")
+_early: list[tuple[str, str]] = []
 CALLBACKS: set[CodeType] = set()
 """Functions that a library in C calls, and that crash the process where they raise: a signal waits for their end."""
 
@@ -32,6 +35,19 @@ class _Message(Exception):
             return text
         text = re.sub(r"(?<![\w-])--no-([a-z][a-z0-9-]*)", lambda found: f"{found[1].replace('-', '_')}=False", text)
         return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", lambda found: found[1].replace("-", "_"), text)
+
+
+def warn_early(kind: str, text: str) -> None:
+    """Log a warning of a run whose files are not open yet; `Writers` later writes it as an event."""
+    log.warning(text)
+    _early.append((kind, text))
+
+
+def early_warnings() -> list[tuple[str, str]]:
+    """Return kind and text of each `warn_early` since the last call."""
+    found = _early.copy()
+    _early.clear()
+    return found
 
 
 def name_flags(yes: bool = True) -> None:

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -35,10 +34,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from kdtrain import faults
-from kdtrain.errors import RunError, UsageError, making, printable, writing
+from kdtrain.errors import RunError, UsageError, log, making, printable, writing
 
 T = TypeVar("T")
-log = logging.getLogger("kdtrain")
 
 PUBLISH_POINTS = ("before-fsync", "before-rename", "before-folder-fsync", "after-publish")
 """The fault points of one `published` file, in order; the full name is LABEL.POINT."""
@@ -338,6 +336,22 @@ def make_folder(path: Path) -> list[Path]:
         made = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
     return made
+
+
+def make_writable(out: Path) -> list[Path]:
+    """`make_folder` for an `--out`, which must be writable. RunError: it is not."""
+    made = make_folder(out)
+    if not os.access(out, os.W_OK):
+        raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
+    return made
+
+
+def refuse_no_folder(out: Path) -> None:
+    """Refuse a path where `make_writable` cannot make a folder, and leave nothing behind."""
+    with making(out):
+        exists = out.exists()
+    if not exists:
+        remove_empty(make_writable(out))
 
 
 def remove_empty(made: list[Path]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from kdtrain.cache.read import reader
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import open_cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.cache.write.sequences import CacheWriter
-from kdtrain.config import CacheTeacherConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.values import configured, refuse
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader

@@ -8,6 +8,7 @@ come from strangers: each renderer escapes them.
 import json
 import math
 import re
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,16 @@ def markdown_text(value: Any) -> str:
     """A text by a stranger for Markdown: one line, without a sign of Markdown's or HTML's."""
     text = "" if value is None else printable(str(value))[:500]
     return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)
+
+
+MAD_FACTOR = 6 * 1.4826
+"""Factor on the MAD: six standard deviations of normal noise."""
+
+
+def median_and_mad(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median of `values`, and the median distance from it (MAD)."""
+    median = statistics.median(values)
+    return median, statistics.median(abs(each - median) for each in values)
 
 
 def number(value: Any) -> str:

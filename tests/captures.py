@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import kdtrain as kd
-from kdtrain.config import CodecConfig, DataConfig, TextConfig
+from kdtrain.config.sections import CodecConfig, DataConfig, TextConfig
 from kdtrain.plugins.served.options import ServerConfig
 from tests.stand_in import StandIn
 

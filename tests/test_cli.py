@@ -17,7 +17,8 @@ from typing import Literal
 import pytest
 
 from kdtrain import __main__, cli
-from kdtrain.config import DistillConfig, EvaluateConfig, removed
+from kdtrain.config import removed
+from kdtrain.config.commands import DistillConfig, EvaluateConfig
 from kdtrain.config.values import flag, option
 from kdtrain.errors import RunError, UsageError
 

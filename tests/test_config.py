@@ -8,17 +8,31 @@ from pathlib import Path
 import pytest
 
 from kdtrain import cli
-from kdtrain import config as options
-from kdtrain.config import sections
-from kdtrain.config.values import configured, fields_of, flag, option, refuse_value
+from kdtrain.config import cache_commands, commands
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import DistillConfig, EvaluateConfig, InspectConfig
+from kdtrain.config.sections import (
+    CheckpointConfig,
+    CodecConfig,
+    DataConfig,
+    MonitorConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    QuantizationConfig,
+)
+from kdtrain.config.values import configured, fields_of, flag, option, refuse_value, sections
+from kdtrain.config.values import sections as tables
 from kdtrain.errors import UsageError
 
-PACKAGE = Path(options.__file__).parent
-CLASSES = [each for name, each in vars(options).items() if name.endswith("Config")]
+PACKAGE = Path(tables.__file__).parent
+MODULES = (cache_commands, commands, tables)
+CLASSES = [*dict.fromkeys(each for module in MODULES for name, each in vars(module).items() if name.endswith("Config"))]
 
 
 def distill(**changes):
-    return options.DistillConfig(**{"student": "s", "out": Path("o"), "cache": Path("c"), **changes})
+    return DistillConfig(**{"student": "s", "out": Path("o"), "cache": Path("c"), **changes})
 
 
 def flags(kind):
@@ -62,7 +76,7 @@ def test_the_defaults_are_those_of_the_design():
     assert dataclasses.astuple(config.guards) == (10, "first", 3, 0.5, 3, 1.2)
     assert dataclasses.astuple(config.stopping) == (False, 250, 5, 0.01, 50, "decay", 1000.0)
     assert (config.checkpoint.checkpoint_freq, config.checkpoint.keep_rolling) == (250, 10)
-    cache = options.CacheTeacherConfig(teacher="t", out=Path("o"), data=options.DataConfig(data="stdlib"))
+    cache = CacheTeacherConfig(teacher="t", out=Path("o"), data=DataConfig(data="stdlib"))
     assert (cache.batch_size, cache.sequences_per_shard, cache.precision) == (16, 512, "auto")
     assert (cache.codec.top_k, cache.codec.samples, cache.codec.dense) == (0, 50, False)
     assert (cache.data.seq_len, cache.data.validation_sequences, cache.data.num_workers) == (512, 64, 2)
@@ -70,15 +84,15 @@ def test_the_defaults_are_those_of_the_design():
 
 def test_a_cache_has_samples_where_nothing_else_is_asked_for():
     given = [{}, {"top_k": 12}, {"dense": True}, {"top_k": 8, "num_samples": 24}, {"num_samples": 9}]
-    assert [options.CodecConfig(**each).samples for each in given] == [50, 0, 0, 24, 9]
+    assert [CodecConfig(**each).samples for each in given] == [50, 0, 0, 24, 9]
 
 
 def objective(mode, **more):
-    return options.ObjectiveConfig(temperature_mode=mode, **more)
+    return ObjectiveConfig(temperature_mode=mode, **more)
 
 
 LEARNED = ("adversarial", "likelihood", "minimize")
-TEXT = options.DataConfig(data="stdlib")
+TEXT = DataConfig(data="stdlib")
 REFUSED = [
     (lambda: distill(cache=None), "--cache FOLDER or --data SOURCE"),
     (lambda: distill(data=TEXT), "--data"),
@@ -86,21 +100,19 @@ REFUSED = [
     (lambda: distill(cache=None, teacher="t"), "--data"),
     (lambda: distill(steps=1, epochs=1.0), "--epochs"),
     (lambda: distill(batch_size=8, micro_batch_size=3), "--batch-size 8 is not a multiple of --micro-batch-size 3"),
-    (lambda: options.CacheTeacherConfig(teacher="t", out=Path("o")), "--data"),
-    (lambda: options.EvaluateConfig(student="s"), "--cache"),
-    (lambda: options.EvaluateConfig(student="s", cache=Path("c"), teacher="t"), "--teacher"),
-    (lambda: options.EvaluateConfig(student="s", cache=Path("c"), data=TEXT), "--data"),
+    (lambda: CacheTeacherConfig(teacher="t", out=Path("o")), "--data"),
+    (lambda: EvaluateConfig(student="s"), "--cache"),
+    (lambda: EvaluateConfig(student="s", cache=Path("c"), teacher="t"), "--teacher"),
+    (lambda: EvaluateConfig(student="s", cache=Path("c"), data=TEXT), "--data"),
     (
-        lambda: options.EvaluateConfig(
-            student="s", teacher="t", data=dataclasses.replace(TEXT, validation_sequences=9)
-        ),
+        lambda: EvaluateConfig(student="s", teacher="t", data=dataclasses.replace(TEXT, validation_sequences=9)),
         "--validation-sequences has no effect on evaluate",
     ),
-    (lambda: options.InspectConfig(), "--hardware"),
-    (lambda: options.DataConfig(split="dev"), "--split 'dev': choose train, validation or test"),
-    (lambda: options.CodecConfig(num_samples=256), "--num-samples 256"),
-    (lambda: options.CodecConfig(top_k=0, num_samples=0), "--dense"),
-    (lambda: options.ObjectiveConfig(temperature_min=2.0, temperature_max=2.0), "--temperature-min"),
+    (lambda: InspectConfig(), "--hardware"),
+    (lambda: DataConfig(split="dev"), "--split 'dev': choose train, validation or test"),
+    (lambda: CodecConfig(num_samples=256), "--num-samples 256"),
+    (lambda: CodecConfig(top_k=0, num_samples=0), "--dense"),
+    (lambda: ObjectiveConfig(temperature_min=2.0, temperature_max=2.0), "--temperature-min"),
     *((lambda mode=mode: objective(mode, divergence="logit-mse"), "does not depend on T") for mode in LEARNED),
     *((lambda mode=mode: objective(mode, alpha=0.0), "nothing to learn from at --alpha 0") for mode in LEARNED),
     (lambda: distill(cache=None, data=TEXT, objective=objective("likelihood")), "needs a teacher to learn T from"),
@@ -108,19 +120,19 @@ REFUSED = [
         lambda: distill(cache=None, data=TEXT, objective=objective("fixed", hidden_loss="mse")),
         "--hidden-loss mse needs an online teacher",
     ),
-    (lambda: options.ObjectiveConfig(hidden_weight=2.0), "--hidden-weight has no effect without --hidden-loss"),
-    (lambda: options.ObjectiveConfig(hidden_layers="last"), "--hidden-layers has no effect without --hidden-loss"),
-    (lambda: options.OptimizerConfig(lr=1e-7), "--min-lr"),
-    (lambda: options.OptimizerConfig(betas=(0.9, 1.0)), "--betas"),
+    (lambda: ObjectiveConfig(hidden_weight=2.0), "--hidden-weight has no effect without --hidden-loss"),
+    (lambda: ObjectiveConfig(hidden_layers="last"), "--hidden-layers has no effect without --hidden-loss"),
+    (lambda: OptimizerConfig(lr=1e-7), "--min-lr"),
+    (lambda: OptimizerConfig(betas=(0.9, 1.0)), "--betas"),
     (
-        lambda: options.PrecisionConfig(compile=False, compile_mode="max-autotune"),
+        lambda: PrecisionConfig(compile=False, compile_mode="max-autotune"),
         "--compile-mode has no effect without --compile",
     ),
-    (lambda: options.ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
-    (lambda: distill(precision=options.PrecisionConfig(precision="auto", tf32=True)), "--tf32 has no effect on"),
-    (lambda: distill(precision=options.PrecisionConfig(precision="fp8", tf32=True)), "--tf32 has no effect on"),
+    (lambda: ParallelConfig(parallel="ddp", accumulate="sharded"), "--accumulate sharded has no effect"),
+    (lambda: distill(precision=PrecisionConfig(precision="auto", tf32=True)), "--tf32 has no effect on"),
+    (lambda: distill(precision=PrecisionConfig(precision="fp8", tf32=True)), "--tf32 has no effect on"),
     *(
-        (lambda given=given: options.MonitorConfig(log_to=given), f"--log-to '{given}' {words}")
+        (lambda given=given: MonitorConfig(log_to=given), f"--log-to '{given}' {words}")
         for given, words in (
             ("", "has an empty name"),
             ("tensorboard,", "has an empty name"),
@@ -130,17 +142,17 @@ REFUSED = [
             ("tensorboard, tensorboard:x", "names a logger twice"),
         )
     ),
-    (lambda: options.CheckpointConfig(override_opt_param_scheduler=True), "without --load; add it"),
-    (lambda: options.QuantizationConfig(quant_rule="gap"), "--quant-rule has no effect without --time-resume"),
-    (lambda: options.ObjectiveConfig(alpha=1.5), "--alpha 1.5 must be at least 0 and at most 1"),
-    (lambda: options.OptimizerConfig(lr=float("inf")), "--lr inf must be above 0 and finite"),
-    (lambda: options.DataConfig(seq_len=2**60), "beyond what can be counted; choose at most 2^53"),
+    (lambda: CheckpointConfig(override_opt_param_scheduler=True), "without --load; add it"),
+    (lambda: QuantizationConfig(quant_rule="gap"), "--quant-rule has no effect without --time-resume"),
+    (lambda: ObjectiveConfig(alpha=1.5), "--alpha 1.5 must be at least 0 and at most 1"),
+    (lambda: OptimizerConfig(lr=float("inf")), "--lr inf must be above 0 and finite"),
+    (lambda: DataConfig(seq_len=2**60), "beyond what can be counted; choose at most 2^53"),
     (
-        lambda: configured(options.DistillConfig, None, {"cahce": "c"}),
+        lambda: configured(DistillConfig, None, {"cahce": "c"}),
         "unknown option 'cahce'; perhaps",
     ),
-    (lambda: configured(options.DistillConfig, None, {"lr": -1.0}), "--lr -1.0"),
-    (lambda: configured(options.DistillConfig, None, {"cache": "c", "out": "o"}), "--student is missing"),
+    (lambda: configured(DistillConfig, None, {"lr": -1.0}), "--lr -1.0"),
+    (lambda: configured(DistillConfig, None, {"cache": "c", "out": "o"}), "--student is missing"),
 ]
 
 
@@ -167,10 +179,10 @@ def test_a_number_outside_of_its_bounds_is_refused_by_the_name_of_its_option(kin
 @pytest.mark.parametrize("mode", LEARNED)
 def test_a_learned_temperature_works_with_every_divergence_that_depends_on_it(mode):
     for divergence in ("forward-kl", "reverse-kl", "jsd", "skew-kl", "skew-reverse-kl", "tvd"):
-        assert options.ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
-    options.ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")
+        assert ObjectiveConfig(temperature_mode=mode, divergence=divergence).learns_temperature
+    ObjectiveConfig(temperature_mode=mode, alpha=0.0, alpha_end=0.5, alpha_schedule="linear")
     for still in ("fixed", "schedule", "cosine"):
-        assert not options.ObjectiveConfig(
+        assert not ObjectiveConfig(
             temperature_mode=still, temperature=2.0, divergence="logit-mse", alpha=0.0
         ).learns_temperature
 
@@ -184,7 +196,7 @@ def test_sections_are_plain_values_by_section():
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None
     assert table["optimizer"]["betas"] == [0.9, 0.95]
-    assert {(name, section) for section, inner in table.items() for name in inner} == set(flags(options.DistillConfig))
+    assert {(name, section) for section, inner in table.items() for name in inner} == set(flags(DistillConfig))
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -195,15 +207,13 @@ def test_an_option_has_only_attributes_that_are_explained(kind):
 
 
 def test_an_option_may_have_its_default_although_what_it_needs_is_missing():
-    options.QuantizationConfig(quant_window_size=5)
-    options.PrecisionConfig(compile=False, compile_mode="default")
-    assert options.OptimizerConfig(clip=float("inf")).clip == float("inf")
+    QuantizationConfig(quant_window_size=5)
+    PrecisionConfig(compile=False, compile_mode="default")
+    assert OptimizerConfig(clip=float("inf")).clip == float("inf")
 
 
 def test_options_are_given_by_their_names_whatever_their_section():
-    config = configured(
-        options.DistillConfig, None, {"cache": "c", "student": "s", "out": "o", "lr": 3e-3, "compile": False}
-    )
+    config = configured(DistillConfig, None, {"cache": "c", "student": "s", "out": "o", "lr": 3e-3, "compile": False})
     assert (config.optimizer.lr, config.precision.compile, config.cache) == (3e-3, False, ("c",))
-    changed = configured(options.DistillConfig, config, {"lr": 1e-3})
+    changed = configured(DistillConfig, config, {"lr": 1e-3})
     assert (changed.optimizer.lr, changed.precision.compile) == (1e-3, False)

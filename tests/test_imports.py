@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kdtrain import imports
-from kdtrain.config import MonitorConfig
+from kdtrain.config.sections import MonitorConfig
 from kdtrain.data.corpus import documents
 from kdtrain.errors import UsageError
 from kdtrain.plugins.loggers import TensorBoard

@@ -16,8 +16,15 @@ import torch
 
 import kdtrain as kd
 from kdtrain import errors
-from kdtrain.config import CheckpointConfig, CodecConfig, DataConfig, MonitorConfig, OptimizerConfig, PrecisionConfig
 from kdtrain.config.registered import OBSERVERS
+from kdtrain.config.sections import (
+    CheckpointConfig,
+    CodecConfig,
+    DataConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+)
 from kdtrain.config.values import SECTIONS
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.testing import tiny_model, tiny_tokenizer

@@ -17,7 +17,8 @@ from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.write.writer import write_cache
-from kdtrain.config import DistillConfig, GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import GuardsConfig, MonitorConfig, OptimizerConfig, PrecisionConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.models.attention import choose_kernel
 from kdtrain.models.head import SplitModel
@@ -26,8 +27,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import Targets
 from kdtrain.objective.temperature import Temperature, build_temperature
-from kdtrain.precision.linear import Switch
-from kdtrain.precision.modes import head_dtype
+from kdtrain.precision.modes import Switch, head_dtype
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.build import build_source

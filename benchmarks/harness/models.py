@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import ATTENTION, TEACHER
-from kdtrain.config import DataConfig
+from kdtrain.config.sections import DataConfig
 from kdtrain.data.packing import packed_rows
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.spec import read_spec

@@ -25,7 +25,8 @@ from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import synchronize, without_graphs
 from kdtrain.precision.backends import FormatChoice, choose, make_recipe
 from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
-from kdtrain.precision.linear import Switch, convert
+from kdtrain.precision.linear import convert
+from kdtrain.precision.modes import Switch
 from kdtrain.training.trainer import Trainer
 
 HIGH, LOW, THRESHOLD = 9.0, 1.0, 5.0

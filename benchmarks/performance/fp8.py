@@ -23,7 +23,8 @@ from benchmarks.harness.profiling import profiled
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, without_graphs
 from kdtrain.precision.backends import FormatChoice, choose, make_recipe
-from kdtrain.precision.linear import Backend, Switch, SwitchableLinear, convert
+from kdtrain.precision.linear import Backend, SwitchableLinear, convert
+from kdtrain.precision.modes import Switch
 
 
 @dataclass(frozen=True)

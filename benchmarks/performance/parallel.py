@@ -44,7 +44,7 @@ from kdtrain.models.loading import load_student
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import MemoryPlan, estimated, job_of
-from kdtrain.precision.backends import formats_of
+from kdtrain.precision.formats import formats_of
 from kdtrain.teaching.teacher import open_teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 

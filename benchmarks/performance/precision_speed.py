@@ -23,10 +23,12 @@ from benchmarks.harness import RESULTS, STUDENT, TEACHER, models, write
 from benchmarks.harness.command import kdtrain
 from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.timing import in_turn, over
-from kdtrain.config import DistillConfig, MonitorConfig, PrecisionConfig, QuantizationConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import MonitorConfig, PrecisionConfig, QuantizationConfig
 from kdtrain.models.head import SplitModel
 from kdtrain.precision.emulated import FormatRecipe
-from kdtrain.precision.linear import Emulated, Switch, convert
+from kdtrain.precision.linear import Emulated, convert
+from kdtrain.precision.modes import Switch
 from kdtrain.run.trial import timed_steps, trial_run
 from kdtrain.training.signals import StopRequest
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, write
 from benchmarks.harness.machine import cpu_model, version
-from kdtrain.config import GuardsConfig
+from kdtrain.config.sections import GuardsConfig
 from kdtrain.monitor.record import Line, RunRecord
 from kdtrain.training.guards import DivergenceWatch, SpikeDetector
 

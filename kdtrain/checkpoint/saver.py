@@ -20,7 +20,6 @@ a copy is complete when `copy` returns.
 import contextlib
 import copy
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,12 +33,11 @@ from torch import Tensor
 
 from kdtrain import faults
 from kdtrain.checkpoint.store import Store
-from kdtrain.errors import RunError, reason
+from kdtrain.errors import RunError, log, reason
 from kdtrain.ranks import control_group, local, lost_rank, on_main, reported, with_local
 
 MINUTE = 60.0
 """Seconds between two attempts on a full disk."""
-log = logging.getLogger("kdtrain")
 
 
 def host_buffers(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

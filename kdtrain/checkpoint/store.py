@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -40,7 +39,7 @@ from kdtrain.checkpoint.sealed import (
     unreadable,
     vouched_files,
 )
-from kdtrain.errors import RunError, UsageError, reason
+from kdtrain.errors import RunError, UsageError, log, reason
 from kdtrain.files import (
     aside_in,
     fsync,
@@ -59,8 +58,6 @@ if TYPE_CHECKING:  # to list and check checkpoints takes no torch
 
     from kdtrain.checkpoint import shards
 
-
-log = logging.getLogger("kdtrain")
 
 KEEP_ASIDE = 2
 """How many of the newest checkpoints that rollbacks set aside are kept."""

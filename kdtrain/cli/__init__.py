@@ -19,10 +19,9 @@ from typing import Any
 
 from kdtrain import process
 from kdtrain.cli import parsing
-from kdtrain.cli.help import help_of, wrapped
-from kdtrain.config import commands, sections, words
+from kdtrain.config import commands, words
 from kdtrain.config.registered import COMMANDS, Command, Main
-from kdtrain.config.values import SECTIONS, options_of
+from kdtrain.config.values import SECTIONS, options_of, sections
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
 from kdtrain.imports import quiet_libraries
 from kdtrain.registry import Registry, first_line
@@ -32,7 +31,7 @@ _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
 _WITHOUT_MODELS = ("completion", "inspect", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
-_RESUMING = ("cache-teacher", "distill", "merge", "subset")
+_RESUMING = ("cache-teacher", "distill")
 """Built-in commands that keep what an interrupted one has done."""
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Read by transformers when it is imported, which commands without a model do not wait for."""
@@ -96,6 +95,8 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
+        from kdtrain.cli.help import wrapped
+
         lines = [line for name, text in _listed().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
         more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
         about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
@@ -107,6 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         if command not in COMMANDS.names():
             raise UsageError(_unknown_command(command))
         if (topic := _topic(argv[1:])) is not None:
+            from kdtrain.cli.help import help_of
+
             _end(help_of(f"kdtrain {command}", COMMANDS.get(command).config, topic))
         process.refuse_impossible_launch()
         try:

@@ -7,9 +7,9 @@ from typing import Any
 
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.commands.cache_result import show_cache
-from kdtrain.config import CacheTeacherConfig
-from kdtrain.errors import UsageError
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.errors import UsageError, log
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reported, world_size
 from kdtrain.run.baselines import label_loss

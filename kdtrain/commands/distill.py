@@ -6,19 +6,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import configured
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, log
 from kdtrain.imports import quiet_libraries
 from kdtrain.monitor.facts import closing_page
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run.build import build
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import resolve, run_device
 from kdtrain.run.run import Run
-from kdtrain.run.trial import main as try_out
 from kdtrain.tables import show
 from kdtrain.training.signals import interruptible
 
@@ -32,6 +31,8 @@ def main(config: DistillConfig) -> int:
     try:
         with interruptible():
             if tries:
+                from kdtrain.run.trial import main as try_out
+
                 return try_out(config)
             _confirm(config)
             result = distill(config)
@@ -102,8 +103,7 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
             run.log_start(loaded, length)
             run.fit()
             if trainer.stopped_by is None:
-                if recipe.live is not None:
-                    recipe.live.finish()
+                recipe.data.finish()
                 with raise_on_all_ranks():
                     run.refuse_no_progress()
                 run.log_outcome()

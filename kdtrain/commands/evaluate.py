@@ -18,13 +18,11 @@ from typing import Any
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.checkpoint.sealed import entry_of, is_checkpoint
-from kdtrain.config import EvaluateConfig
-from kdtrain.config.commands import partners
+from kdtrain.config.commands import EvaluateConfig, partners
 from kdtrain.data.corpus import documents_of
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, log
 from kdtrain.models.head import SplitModel
 from kdtrain.models.last_word import is_right, passages
 from kdtrain.models.loading import check_fits, refuse_long
@@ -33,7 +31,7 @@ from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.measures import evaluations
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.monitor.record import add_evaluation
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss

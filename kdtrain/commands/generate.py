@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 
-from kdtrain.config import ChatConfig, GenerateConfig
-from kdtrain.config.commands import WritingConfig
+from kdtrain.config.commands import ChatConfig, GenerateConfig, WritingConfig
 from kdtrain.data.formats import Document, Messages, log_once
 from kdtrain.data.masks import Masks
 from kdtrain.data.packing import Encoder
-from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.models.generate import decoding, generate
 from kdtrain.models.loading import max_positions
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.saved_student import Kind, open_student
 from kdtrain.tables import show

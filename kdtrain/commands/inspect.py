@@ -25,7 +25,7 @@ from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.cache_result import next_step
-from kdtrain.config import InspectConfig
+from kdtrain.config.commands import InspectConfig
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, mib, open_regular, read_json, typed

@@ -7,14 +7,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.read.remote import open_cache, open_remote
+from kdtrain.cache.read.reader import open_cache
+from kdtrain.cache.read.remote import open_remote
 from kdtrain.cache.tools.self_check import look
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
-from kdtrain.config import VerifyConfig
+from kdtrain.config.commands import VerifyConfig
 from kdtrain.config.values import refuse
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.errors import log
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import parse_address
 from kdtrain.run.path_kind import damage_of, kind_of
 from kdtrain.tables import counted, number, show

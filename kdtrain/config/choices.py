@@ -78,7 +78,7 @@ BACKENDS = Registry(
 TEACHERS = Registry(
     "the kind of teacher",
     "kdtrain.teachers",
-    "kdtrain.teaching",
+    dict.fromkeys(("local", "self"), "kdtrain.teaching.local"),
     {
         "local": "a model of transformers, loaded here",
         "self": "the student without its adapters",
@@ -96,16 +96,14 @@ PLANS = Registry(
     "the plan of the data",
     "kdtrain.plans",
     {
-        "cached": "kdtrain.run.data_plan",
+        "cached": "kdtrain.training.sources.cached",
         "text": "kdtrain.run.build_cache",
         "aligned": "kdtrain.run.tokenizer_view",
-        "served": "kdtrain.run.capture",
     },
     {
         "cached": "finished caches, or another --source",
         "text": "the text of --data, packed",
         "aligned": "either, in the student's own tokens",
-        "served": "a server's answers",
     },
 )
 """What a run reads; a run of a finished cache imports the first alone."""

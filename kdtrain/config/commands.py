@@ -5,12 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.cache_commands import (
-    CacheTeacherConfig,
-    MergeConfig,
-    SubsetConfig,
-    check_device,
-)
+from kdtrain.config.cache_commands import CacheTeacherConfig, check_device
 from kdtrain.config.choices import EXPORTS, SOURCES, Weights
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -166,8 +161,6 @@ class DistillConfig(Extended):
     def plans(self) -> Iterator[str]:
         """The plans of the data that the options ask for, by their names in `kdtrain.plans`, each over the next one."""
         yield from filter(None, (getattr(each, "data_plan", None) for each in self.plugins.values()))
-        if self.remote is not None:
-            yield "served"
         if self.cross_tokenizer:
             yield "aligned"
         yield "cached" if self.data.data is None else "text"
@@ -336,8 +329,6 @@ COMMANDS = {
     "chat": ChatConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
-    "merge": MergeConfig,
-    "subset": SubsetConfig,
     "export": ExportConfig,
     "completion": CompletionConfig,
 }

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from kdtrain.config.kinds import alternatives, convert, documented
@@ -314,3 +315,31 @@ def _refuse_outside(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         wanted = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
         limit = f" and at most {most:g}" if "most" in bounds and most < math.inf else ""
         raise UsageError(f"{name} {value} must be {wanted}{limit}{' and finite' if value == math.inf else ''}")
+
+
+def sections(config: Any) -> dict[str, dict[str, Any]]:
+    """The options of `config` by section, as plain values; options without a section are under "run"."""
+    result: dict[str, dict[str, Any]] = {"run": {}}
+    for section, each in fields_of(type(config)):
+        owner = section_of(config, section)
+        result.setdefault(section, {})[each.name] = written(each, getattr(owner, each.name))
+    return result
+
+
+def written(option: dataclasses.Field[Any], value: Any) -> Any:
+    """The value of an option as files hold it: paths are text, tuples lists, and one of several values itself."""
+    if option.metadata.get("several") and isinstance(value, tuple) and len(value) < 2:
+        value = value[0] if value else None
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def shareable(config: Any) -> dict[str, dict[str, Any]]:
+    """`sections` without private options, for what is written into a run and may be published with it.
+
+    A command may hold a secret address, and repeating a run from its config.toml must not run a command by itself.
+    """
+    private = marked(type(config), "private")
+    tables = sections(config).items()
+    return {section: {name: table[name] for name in table if name not in private} for section, table in tables}

@@ -34,8 +34,8 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from kdtrain.config import DataConfig
 from kdtrain.config.choices import TEXTS
+from kdtrain.config.sections import DataConfig
 from kdtrain.data.formats import Columns, Document, LeftOut, RowFormat, Tally, log_once, row_format, text_document
 from kdtrain.data.rows import Rows, readable
 from kdtrain.errors import UsageError, printable

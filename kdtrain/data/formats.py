@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import open_regular, refuse_depth
 
 _BEGINNING, _ROWS = 2**20, 100
@@ -128,7 +128,7 @@ class Tally:
 @functools.cache
 def log_once(level: int, line: str) -> None:
     """Cached, because each split lists the same files and goes through the same rows."""
-    logging.getLogger("kdtrain").log(level, "%s", line)
+    log.log(level, "%s", line)
 
 
 def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowFormat:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.data.formats import REASONING, Document
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, log
 
 Counts = dict[str, dict[str, int]]
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -26,8 +26,6 @@ _BEYOND = 64
 _THINK = re.compile("</?think>")
 _REFUSED = 1000
 """Conversations of which a template may refuse each before it is an error."""
-
-log = logging.getLogger("kdtrain")
 
 
 class Masks:

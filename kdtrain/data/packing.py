@@ -24,7 +24,6 @@ import copy
 import functools
 import itertools
 import json
-import logging
 import re
 import threading
 from collections import Counter, deque
@@ -35,17 +34,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdtrain.config import DataConfig
+from kdtrain.config.sections import DataConfig
 from kdtrain.data import corpus, rendering
 from kdtrain.data.formats import Document, Messages
 from kdtrain.data.masks import SPELLED, Masks
 from kdtrain.data.packed import STREAM, WHOLE, PackedRow, rows_of, whole_rows
-from kdtrain.errors import UsageError, panics_refused
+from kdtrain.errors import UsageError, log, panics_refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-log = logging.getLogger("kdtrain")
 
 _PIECE_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 18

@@ -18,7 +18,6 @@ import copy
 import hashlib
 import json
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,12 +30,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kdtrain.config import LoraConfig
-from kdtrain.config.sections import ALL_LINEAR
+from kdtrain.config.sections import ALL_LINEAR, LoraConfig
 from kdtrain.errors import UsageError, first_sentence, printable
 from kdtrain.files import open_regular, read_json, refuse_leading_out
 from kdtrain.imports import optional
 from kdtrain.models.head import SplitModel, layers_of
+from kdtrain.models.loading import adapted, refuse_overflow
 from kdtrain.models.spec import ADAPTER_CONFIG
 from kdtrain.ranks import local
 
@@ -178,15 +177,6 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     return list(chosen)
 
 
-def adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers with an adapter, by name."""
-    if "peft" not in sys.modules:
-        return {}
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return {name: each for name, each in model.named_modules() if isinstance(each, BaseTunerLayer)}
-
-
 def adapter_parts(model: nn.Module) -> set[nn.Module]:
     """The modules of the adapters themselves."""
     found: set[nn.Module] = set()
@@ -238,14 +228,6 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def refuse_overflow(state: Mapping[str, Tensor], kind: torch.dtype) -> None:
-    """UsageError: a finite number of `state` is beyond the largest of `kind`."""
-    for name, each in state.items():
-        if each.is_floating_point() and (each.isfinite() & each.to(kind).isinf()).any():
-            ends = f"{str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.5g}"
-            raise UsageError(f"{name} has numbers up to {each.abs().max():.3g}, and {ends}; take another dtype")
-
-
 def write_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, out: Path, dtype: str | None = None) -> None:
     """Write the adapters as a folder that `peft.PeftModel.from_pretrained` loads; base: where the frozen model is."""
     names = list(adapted(model))
@@ -271,11 +253,6 @@ def _names_in_files(model: nn.Module) -> dict[str, str]:
             part = part.replace(f".{_NAME}", "").replace("magnitude_vector.weight", "magnitude_vector")
             found[f"{_IN_FILES}{layer}.lora_{part}"] = name
     return found
-
-
-def is_adapter(path: Path) -> bool:
-    """Whether a path is a `peft` folder."""
-    return (path / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(folder: Path) -> LoraConfig:

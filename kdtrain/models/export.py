@@ -28,10 +28,8 @@ from kdtrain.files import (
     sweep,
     typed,
 )
-from kdtrain.models.adapters import adapted, merged_state, refuse_overflow, write_adapter
-from kdtrain.models.frozen import quantize_folder
 from kdtrain.models.head import SplitModel
-from kdtrain.models.loading import whole_model
+from kdtrain.models.loading import adapted, refuse_overflow, whole_model
 from kdtrain.models.spec import ORIGIN, is_export
 from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer
 
@@ -69,9 +67,13 @@ def export_model(
         most = f"{max(1, round(shard_gb * 1e6))}KB"
         if base is not None:
             assert isinstance(model, SplitModel) and model.lora is not None
+            from kdtrain.models.adapters import write_adapter
+
             return write_adapter(model.model, model.lora, base, partial, dtype)
         if not int8:
             return _write_model(model, partial, dtype, most, partial if tokenizer else None)
+        from kdtrain.models.frozen import quantize_folder
+
         with hidden_folder(out) as whole:
             _write_model(model, whole, dtype, most, partial if tokenizer else None)
             quantize_folder(whole, partial, most)
@@ -146,6 +148,8 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
         complete_generation(whole, tokenizer)
     kind, state = None if dtype is None else getattr(torch, dtype), None
     if adapted(whole):
+        from kdtrain.models.adapters import merged_state
+
         state = merged_state(whole)
         if kind is not None:
             refuse_overflow(state, kind)

@@ -14,7 +14,6 @@ probe, so that such a model has no KV cache. Keys beyond a sliding window are he
 Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kdtrain.errors import log
 from kdtrain.models.attention import CAUSAL, use_cached_attention
 from kdtrain.models.head import FAILURES, SplitModel, default_probe
-
-log = logging.getLogger("kdtrain")
 
 _PROBE = 16  # tokens; longer ones on a GPU cost memory
 _APART = {False: 1e-3, True: 0.1}  # of the spread of the logits, by whether a forward rounds to 16 bits

@@ -9,13 +9,15 @@ lacks weights, transformers draws them at random, with a warning; here that is a
 import hashlib
 import json
 import os
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -35,7 +37,7 @@ from kdtrain.models.hub import (
     revision_of,
 )
 from kdtrain.models.scratch import configuration, initialised, model_from_layers, new_model
-from kdtrain.models.spec import LOCAL, ModelSpec, read_spec
+from kdtrain.models.spec import ADAPTER_CONFIG, LOCAL, ModelSpec, read_spec
 from kdtrain.models.tokenizer import generation_from, savable_generation
 
 
@@ -66,6 +68,28 @@ def vocabulary(spec: ModelSpec) -> int:
 def is_model_folder(path: Path) -> bool:
     """Whether a folder is not a run, and holds a model as transformers saves it."""
     return (path / "config.json").is_file() and not (path / "config.toml").exists()
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a path is a `peft` folder."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers with an adapter, by name."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: each for name, each in model.named_modules() if isinstance(each, BaseTunerLayer)}
+
+
+def refuse_overflow(state: Mapping[str, Tensor], kind: torch.dtype) -> None:
+    """UsageError: a finite number of `state` is beyond the largest of `kind`."""
+    for name, each in state.items():
+        if each.is_floating_point() and (each.isfinite() & each.to(kind).isinf()).any():
+            ends = f"{str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.5g}"
+            raise UsageError(f"{name} has numbers up to {each.abs().max():.3g}, and {ends}; take another dtype")
 
 
 def with_weights_of(folder: Path, spec: ModelSpec) -> ModelSpec:

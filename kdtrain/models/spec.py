@@ -18,8 +18,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kdtrain.config import LoraConfig
 from kdtrain.config.choices import FORMATS, Weights
+from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_sealed, read_toml
 from kdtrain.registry import nearest

@@ -21,12 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, early_warnings, log, printable
 from kdtrain.tables import duration, number, short
 
-log = logging.getLogger("kdtrain")
 console = Console(stderr=True)
-_early: list[tuple[str, str]] = []
 _hushed = False
 
 
@@ -38,7 +36,7 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
     console.quiet = quiet
     quiet = quiet or _hushed
     if file is None:
-        _early.clear()
+        early_warnings()
     log.setLevel(logging.INFO)
     log.propagate = False
     for handler in list(log.handlers):
@@ -84,19 +82,6 @@ def end_log(text: str) -> None:
     for handler in log.handlers:
         if isinstance(handler, _LogFile):
             handler.handle(record)
-
-
-def warn_early(kind: str, text: str) -> None:
-    """Log a warning of a run whose files are not open yet; `Writers` later writes it as an event."""
-    log.warning(text)
-    _early.append((kind, text))
-
-
-def early_warnings() -> list[tuple[str, str]]:
-    """Kind and text of each `warn_early` since the last call."""
-    found = _early.copy()
-    _early.clear()
-    return found
 
 
 class _OneLine(logging.Formatter):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdtrain.config import DistillConfig, written
-from kdtrain.config.values import fields_of
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.values import fields_of, written
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
 from kdtrain.monitor.measures import EVALUATED, LAST, MEASURES, text_of

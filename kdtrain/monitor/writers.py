@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 import torch
 
-from kdtrain.config import MonitorConfig
 from kdtrain.config.choices import LOGGERS
-from kdtrain.errors import RunError, UsageError
+from kdtrain.config.sections import MonitorConfig
+from kdtrain.errors import RunError, UsageError, early_warnings, log, warn_early
 from kdtrain.files import publish_text
 from kdtrain.monitor.histograms import histograms
 from kdtrain.monitor.loggers import Logger
-from kdtrain.monitor.progress import early_warnings, log, warn_early
 from kdtrain.monitor.record import lines
 from kdtrain.ranks import copies
 

@@ -11,7 +11,6 @@ What it gives up: a part of a file that was replaced meanwhile is found by its d
 
 import http.client
 import io
-import logging
 import math
 import os
 import re
@@ -27,11 +26,9 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, InvalidHeader, Ma
 from urllib3.util.retry import Retry
 
 from kdtrain import faults
-from kdtrain.errors import RunError, UsageError, printable, shown_address, writing
+from kdtrain.errors import RunError, UsageError, log, printable, shown_address, writing
 from kdtrain.files import file_digest, remove_file
 from kdtrain.net.address import Unreachable, is_allowed, is_private
-
-log = logging.getLogger("kdtrain")
 
 LATER = (408, 425, 429, 500, 502, 503, 504)
 """Codes of answers that may be another one later."""

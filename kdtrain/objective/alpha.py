@@ -20,7 +20,6 @@ what was measured before the step alone. docs/objective.md has what was measured
 Shape suffix: M members of a mixture (1 without one).
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from kdtrain.config.sections import ObjectiveConfig
-from kdtrain.errors import UsageError, as_number
+from kdtrain.errors import UsageError, as_number, log
 from kdtrain.objective.measured import MOST, Measured
 from kdtrain.objective.temperature import scheduled
 
-log = logging.getLogger("kdtrain")
 MOVES = 0.02
 LEAST_TOKENS = 2048
 """Withheld tokens that a measurement needs; of a member with fewer alpha is `MOST`."""

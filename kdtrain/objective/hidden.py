@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdtrain.config import ObjectiveConfig
+from kdtrain.config.sections import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layer_widths
 

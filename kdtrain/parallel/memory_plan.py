@@ -39,11 +39,9 @@ here.
 """
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -51,30 +49,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
-from kdtrain.config import CacheTeacherConfig, DistillConfig, ParallelConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import OPTIMIZERS
-from kdtrain.errors import UsageError
-from kdtrain.models.adapters import sketch
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import ParallelConfig
+from kdtrain.errors import UsageError, log
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
-from kdtrain.models.frozen import frozen_bytes, pack
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
 from kdtrain.models.loading import active_parameters, checkpoint_activations
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.monitor.progress import log
 from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import all_gather_object, is_main, world_size
+from kdtrain.ranks import is_main, world_size
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
-LOGITS = {"cached": 5.0, "online": 14.0, "compiled": 2.0, "compiled online": 6.0}
-"""Tensors as large as a chunk of logits that exist at once in the objective's engine."""
+LOGITS = {(False, False): 5.0, (False, True): 14.0, (True, False): 2.0, (True, True): 6.0}
+"""Tensors as large as a chunk of logits that exist at once in the objective's engine: compiled, with a teacher."""
 CACHE_LOGITS = 6.0
 """Tensors as large as a batch of logits that exist at once while a teacher is cached."""
 GIB = 2**30
+MOMENTS = ("teach", "head", "backward")
+"""When a rank's memory can be largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +103,23 @@ class ModelFootprint:
     def trained(self) -> int:
         """Parameters that are trained."""
         return self.parameters - self.frozen
+
+    def part(self, ranks: int, whole: float | None) -> "ModelFootprint":
+        """Return what one of some tensor ranks has of it: norms are counted as cut too, as they are few.
+
+        whole: bytes a token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
+        forward keeps is counted whole.
+        """
+        cut = {
+            name: -(-getattr(self, name) // ranks)
+            for name in ("parameters", "in_layers", "vocabulary", "frozen", "frozen_in_layers")
+        }
+        if whole is None:
+            return replace(self, **cut)
+        same = min(whole * self.layers, self.kept)
+        kept, by_checkpoints = same + (self.kept - same) / ranks, self.kept_by_checkpoints / ranks
+        once = {name: getattr(self, name) / ranks for name in ("kept_once", "kept_once_by_checkpoints")}
+        return replace(self, **cut, **once, kept=kept, kept_by_checkpoints=by_checkpoints)
 
 
 def model_footprint(
@@ -140,6 +156,8 @@ def model_footprint(
         if attention._attn_implementation == "sdpa" or (on_gpu and fits_causal(attention)):
             model.set_attn_implementation(FUSED if on_gpu else CAUSAL)  # as in training, without masks of numbers
         if spec.lora is not None and trained:
+            from kdtrain.models.adapters import sketch
+
             sketch(model, spec.lora)
         if freeze_head:
             model.get_output_embeddings().requires_grad_(False)
@@ -152,6 +170,8 @@ def model_footprint(
             "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
             "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
         }
+        if spec.weights is not None or sizes["frozen"]:
+            from kdtrain.models.frozen import frozen_bytes, pack
         if spec.weights is not None and trained:
             pack(model, spec.weights, fused=True, outline=True)
         width, kept, kept_once = _forward(model, seq_len, mode)
@@ -239,6 +259,8 @@ class MemoryPlan:
     """Ranks that share one copy of a sharded model; all when None."""
     accumulate: Literal["whole", "sharded"] = "whole"
     """The gradients of a sharded student that micro-batches add up on a rank."""
+    tensor: int = 1
+    """Tensor ranks, each of which has a part of a student; the rest of the plan is that of the data ranks."""
     needs: dict[str, float] = field(default_factory=dict, compare=False)
     """Bytes a rank needs, by part, at the moment of the largest sum; empty without an estimate."""
     moment: str = ""
@@ -254,6 +276,7 @@ class MemoryPlan:
     def table(self) -> dict[str, Any]:
         """The plan for people and for JSON; memory in GiB a rank."""
         shown: dict[str, Any] = {"student": self.student, "teacher": self.teacher}
+        shown |= {"tensor ranks": self.tensor} if self.tensor > 1 else {}
         if "fsdp" in (self.student, self.teacher):
             shown["ranks that share a copy"] = self.shard_size or "all"
         if self.student == "fsdp":
@@ -270,22 +293,22 @@ class MemoryPlan:
         shards = f"sharded over {self.shard_size or 'all'} ranks"
         student = {"single": "whole", "ddp": "whole on each rank (DDP)", "fsdp": f"{shards} (FSDP2)"}[self.student]
         teacher = {"none": "", "replicate": ", the teacher whole on each", "fsdp": f", the teacher {shards}"}
+        if self.tensor > 1:
+            cut = f"cut over {self.tensor} tensor ranks"
+            more = {"single": "", "ddp": ", the same on each data rank", "fsdp": f", each part {shards}"}[self.student]
+            student = cut + more.replace("ranks", "data ranks")
         return f"the student {student}{teacher[self.teacher]}"
 
 
 def choose(
     options: ParallelConfig, world: int, *, online: bool, job: Job | None = None, free: float | None = None
 ) -> MemoryPlan:
-    """The plan for `world` ranks.
+    """Choose the plan for `world` ranks.
 
-    Args:
-        online: True if a teacher runs while the student trains.
-        job: the sizes; nothing is estimated or refused without it.
-        free: free bytes of each device; nothing is refused without it.
+    online: a teacher runs while the student trains. job: the sizes; nothing is estimated or refused without it.
+    free: free bytes of each device; nothing is refused without it.
 
-    Raises:
-        UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the
-            ranks.
+    UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the ranks.
     """
     if world > 1 and options.shard_size is not None and world % options.shard_size:
         raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
@@ -298,9 +321,9 @@ def choose(
     least = min(plans, key=lambda plan: plan.total)
     parts = ", ".join(f"{name} {each / GIB:.2f}" for name, each in least.needs.items())
     who = job.student.name if job.teacher is None else f"{job.student.name} and its teacher {job.teacher.name}"
-    helps = list(_what_helps(options, world, job, free))
+    helps, devices = list(_what_helps(options, world, job, free)), world * options.tensor_parallel
     raise UsageError(
-        f"{who} need {least.total / GIB:.2f} GiB on {'the device' if world == 1 else f'each of {world} devices'} "
+        f"{who} need {least.total / GIB:.2f} GiB on {'the device' if devices == 1 else f'each of {devices} devices'} "
         f"({parts}; student {least.student}, teacher {least.teacher}), and {free / GIB:.2f} GiB are free: "
         + (f"it would fit with {'; or with '.join(helps)}" if helps else "take a smaller model, or larger devices")
     )
@@ -365,53 +388,71 @@ def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
 
 
 def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
-    """Bytes by part at each moment."""
-    student, teacher, tokens, narrow = job.student, job.teacher, job.micro(world) * job.seq_len, job.compute_bytes == 2
+    """Return the bytes by part at each moment, from a table that has a part's bytes at each of `MOMENTS`."""
+    student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
     shared, by_teacher = ((plan.shard_size or world) if each == "fsdp" else 1 for each in (plan.student, plan.teacher))
-    masters, whole = (4 + job.state_bytes) * student.trained / shared, 4.0 * student.trained
-    root, layers = student.parameters - student.in_layers, max(student.layers, 1)
-    always = {
-        "weights and moments": masters + student.frozen_bytes * student.frozen / shared,
-        "snapshots": job.snapshots * masters,
-        "copy for the save": masters * job.copies,
-        "teacher": 0.0 if teacher is None else _teacher_held(teacher, by_teacher) + 4.0 * tokens * teacher.width,
-        "gathered": 0.0 if shared == 1 else 4.0 * root + 2 * job.compute_bytes * student.in_layers / layers,
+    masters = (4 + job.state_bytes) * student.trained / shared
+    held = forward = gathered = 0.0
+    if teacher is not None:
+        held = _teacher_held(teacher, by_teacher) + 4.0 * tokens * teacher.width
+        forward = _of_a_layer(teacher, tokens)  # nothing is kept
+    if shared > 1:
+        layers = 2 * job.compute_bytes * student.in_layers / max(student.layers, 1)
+        gathered = 4.0 * (student.parameters - student.in_layers) + layers
+    parts = {
+        "weights and moments": [masters + student.frozen_bytes * student.frozen / shared] * 3,
+        "snapshots": [job.snapshots * masters] * 3,
+        "copy for the save": [masters if job.copies else 0.0] * 3,
+        "teacher": [held] * 3,
+        "gathered": [gathered] * 3,
+        "gradients": _gradients(plan, job, world, shared),
+        "teacher's forward": [forward, 0.0, 0.0],
+        "activations": [0.0, _activations(job, tokens, shared), _of_a_layer(student, tokens)],
+        "output head": [0.0, _output_head(job, tokens), 0.0],
     }
+    return {moment: {name: each[at] for name, each in parts.items()} for at, moment in enumerate(MOMENTS)}
 
-    # DDP's buckets, of which gradients are views, exist from the first step on.
+
+def _gradients(plan: MemoryPlan, job: Job, world: int, shared: int) -> list[float]:
+    """Return the bytes of gradients at each of `MOMENTS`; shared: ranks that share a copy of the student."""
+    student = job.student
+    whole = last = 4.0 * student.trained
     adds_up = plan.student == "ddp" or job.batch_size > job.micro(world) * world
-    held = whole if plan.accumulate == "whole" else whole / shared  # by the micro-batches before
-    gradients = whole
+    some = 4.0 * _root_and_two(student.trained, student.in_layers - student.frozen_in_layers, student.layers)
     if shared > 1:  # the shards, and either all until they are reduced, or those of the root and two layers
-        trained_root = root - (student.frozen - student.frozen_in_layers)
-        some = 4.0 * (trained_root + 2 * (student.in_layers - student.frozen_in_layers) / layers)
-        gradients = whole / shared + (whole if adds_up and plan.accumulate == "whole" else some)
+        last = whole / shared + (whole if adds_up and plan.accumulate == "whole" else some)
+    if student.tied and not student.frozen_head:
+        last += 4.0 * student.vocabulary * student.width  # of the embedding
+    before = whole if plan.accumulate == "whole" else whole / shared
+    # DDP's buckets, of which gradients are views, exist from the first step on.
+    return [whole if plan.student == "ddp" else 0.0, before if adds_up else 0.0, last]
 
-    head_weight, trains_head = student.vocabulary * student.width, not student.frozen_head
-    kinds = (("compiled", job.compiled), ("online", teacher is not None))
-    kind = " ".join(name for name, holds in kinds if holds) or "cached"
-    waiting = min(job.waiting_rows * trains_head, max(tokens - job.chunk_rows, 0))
-    head = (4.0 * trains_head + 2.0 * narrow) * head_weight + 2.0 * job.compute_bytes * tokens * student.width
-    head += (LOGITS[kind] * 4.0 * min(job.chunk_rows, tokens) + 2.0 * waiting) * student.vocabulary
-    kept, once = student.kept, student.kept_once
+
+def _activations(job: Job, tokens: int, shared: int) -> float:
+    """Return the bytes that the student's forward keeps; shared: ranks that share a copy of it."""
+    kept, once = job.student.kept, job.student.kept_once
     if job.activation_checkpointing:
-        kept, once = student.kept_by_checkpoints, student.kept_once_by_checkpoints
-    if shared > 1 and narrow:  # the layers' weights are gathered so, and freed
-        once = max(once - 2.0 * student.in_layers, 0.0)
-    embedding = 4.0 * head_weight if student.tied and trains_head else 0.0
-    at = {
-        "teach": {
-            "gradients": whole if plan.student == "ddp" else 0.0,
-            "teacher's forward": 0.0 if teacher is None else _of_a_layer(teacher, tokens),  # nothing is kept
-        },
-        "head": {
-            "gradients": held if adds_up else 0.0,
-            "activations": tokens * kept + once,
-            "output head": head,
-        },
-        "backward": {"gradients": gradients + embedding, "activations": _of_a_layer(student, tokens)},
-    }
-    return {moment: always | parts for moment, parts in at.items()}
+        kept, once = job.student.kept_by_checkpoints, job.student.kept_once_by_checkpoints
+    if shared > 1 and job.compute_bytes == 2:  # the layers' weights are gathered so, and freed
+        once = max(once - 2.0 * job.student.in_layers, 0.0)
+    return tokens * kept + once
+
+
+def _output_head(job: Job, tokens: int) -> float:
+    """Return the bytes of the head's gradient and copies, of hidden states and theirs, and of a chunk of logits."""
+    student, compute = job.student, job.compute_bytes
+    logits = LOGITS[job.compiled, job.teacher is not None] * 4.0 * min(job.chunk_rows, tokens)
+    weight = 2.0 if compute == 2 else 0.0
+    if not student.frozen_head:
+        weight += 4.0
+        logits += 2.0 * min(job.waiting_rows, max(tokens - job.chunk_rows, 0))
+    states = 2.0 * compute * tokens * student.width
+    return weight * (student.vocabulary * student.width) + states + logits * student.vocabulary
+
+
+def _root_and_two(numbers: int, in_layers: int, layers: int) -> float:
+    """Return how many of `numbers` are gathered at once: all but those `in_layers`, and those of two layers."""
+    return numbers - in_layers + 2.0 * in_layers / max(layers, 1)
 
 
 def _of_a_layer(model: ModelFootprint, tokens: int) -> float:
@@ -423,23 +464,22 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     """Bytes of a teacher's weights on one of the ranks that share them, with its root and two layers gathered."""
     numbers = teacher.parameters / shared
     if shared > 1:
-        numbers += teacher.parameters - teacher.in_layers + 2.0 * teacher.in_layers / max(teacher.layers, 1)
+        numbers += _root_and_two(teacher.parameters, teacher.in_layers, teacher.layers)
     wide = 4.0 * teacher.vocabulary * teacher.width if teacher.weight_bytes < 4 or shared > 1 else 0.0
     return teacher.weight_bytes * numbers + wide
 
 
 def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> MemoryPlan:
-    """The plan of a run.
-
-    job: see `job_of`. free: see `free_everywhere`.
-
-    Raises:
-        UsageError: it does not fit.
-    """
+    """Choose the plan of a run; job: see `job_of`; free: see `free_everywhere`. UsageError: it does not fit."""
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    return choose(own, world_size(), online=config.online, job=job, free=free)
+    plan = choose(own, _data_ranks(config), online=config.online, job=job, free=free)
+    return replace(plan, tensor=own.tensor_parallel)
+
+
+def _data_ranks(config: DistillConfig) -> int:
+    return world_size() // config.parallel.tensor_parallel
 
 
 def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free: float | None) -> int:
@@ -449,7 +489,8 @@ def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free
     """
     micro = share
     if job is not None and free is not None:
-        while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
+        ranks = _data_ranks(config)
+        while micro % 2 == 0 and not _fits(config.parallel, ranks, replace(job, micro_batch_size=micro), free):
             micro //= 2
     return micro
 
@@ -475,6 +516,10 @@ def job_of(
     narrow, quantization = head_dtype(mode), config.quantization
     rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)
     in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
+    if (ranks := config.parallel.tensor_parallel) > 1:
+        # of each block the positions that it takes in, in the format of products
+        inside = 2.0 * measured.width * (4 if narrow is None else 2)
+        measured = measured.part(ranks, inside if config.parallel.cuts_rows(seq_len, config.objective) else None)
     return Job(
         student=measured,
         teacher=teacher,
@@ -550,34 +595,3 @@ def footprint_of(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
             reason = " ".join(str(error).split())[:120]
             log.info("memory of %s not estimated: %s: %s", spec.name, type(error).__name__, reason)
         return None
-
-
-def free_everywhere(device: torch.device, given: float | None) -> float | None:
-    """The least free memory of any rank, in bytes, so that all ranks make the same plan; every rank must call it.
-
-    given: GiB to plan with instead.
-    """
-    known = [each for each in all_gather_object(free_memory(device, given)) if each is not None]
-    return min(known, default=None)
-
-
-def free_memory(device: torch.device, given: float | None) -> float | None:
-    """Bytes that are free for a rank; None if unknown.
-
-    given: GiB to plan with instead. The ranks of a node share the memory that Linux can give without swapping, or that
-    the control group has left, whichever is less.
-    """
-    if given is not None:
-        return given * GIB
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    free, group = [], Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit != "max":
-            free.append(max(float(limit) - float(used), 0.0))
-    except OSError:
-        pass
-    return min(free) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if free else None

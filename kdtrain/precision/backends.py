@@ -19,22 +19,22 @@ Shape suffixes: N tokens, D inputs, O outputs.
 import contextlib
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdtrain.config import PrecisionConfig, QuantizationConfig
 from kdtrain.config.choices import BACKENDS
 from kdtrain.config.sections import QUANTIZED as QUANTIZED
+from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
 from kdtrain.precision.controller import Policy
 from kdtrain.precision.emulated import FormatRecipe, Scaling, ScalingControl, compute_dtype
-from kdtrain.precision.linear import Backend, Emulated, Product, Switch, convert
-from kdtrain.precision.modes import has_bf16, head_dtype, pick_mode
+from kdtrain.precision.linear import Backend, Emulated, Product, convert
+from kdtrain.precision.modes import Switch, has_bf16
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -418,50 +418,6 @@ def _why_not_a_product(backend: Backend, device: torch.device) -> str | None:
     except Exception as error:
         return " ".join(f"a small product fails: {type(error).__name__}: {error}".split())[:160]
     return None
-
-
-@dataclass(frozen=True)
-class Formats:
-    """The formats of a run."""
-
-    high: str
-    """fp32, bf16 or fp16: of the parts that are not quantised, of the fallback, and of evaluation."""
-    choice: FormatChoice | None = None
-    """The source of quantised products; None in a run without any."""
-    recipe: FormatRecipe | None = None
-    """How they are quantised."""
-    lines: tuple[str, ...] = ()
-    """The choice, for the log."""
-    switch: Switch = field(default_factory=Switch)
-    """The switch of the student's layers, for the first step."""
-
-    @property
-    def gathered(self) -> torch.dtype | None:
-        """In which format the layers of a sharded student are gathered; None for fp32.
-
-        Emulation quantises fp32 weights in one process too; other products take what autocast would give them.
-        """
-        return None if self.choice is not None and not self.choice.real else head_dtype(self.high)
-
-
-def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, device: torch.device) -> Formats:
-    """The formats that the options mean on `device`; a mode that it does not support becomes bf16.
-
-    Raises:
-        UsageError: the named back end does not support the mode or the recipe.
-    """
-    mode, adaptive = quantization.mode(precision.precision), quantization.time_resume
-    if mode not in QUANTIZED:
-        return Formats(pick_mode(mode, device, training=True))
-    scaling, control = precision.fp8_recipe or "tensorwise", precision.scaling_control or "max"
-    recipe = make_recipe(mode, scaling, precision.fp8_format, control, precision.quant_stochastic_rounding)
-    found = choose(mode, precision.fp8_backend, recipe, scaling, device)
-    if isinstance(found, str):
-        return Formats(pick_mode("bf16", device), lines=(f"no {mode} here ({found}); training in bf16",))
-    if found.name == "transformer-engine" and quantization.quant_fallback_scope == "forward":
-        raise UsageError("--quant-fallback-scope forward needs --fp8-backend torchao or emulated")
-    high = pick_mode(quantization.quant_fallback_strategy if adaptive else "auto", device, training=True)
-    return Formats(high, found, recipe, (found.line,), Switch("quantized"))
 
 
 def policy(config: QuantizationConfig, mode: str, lr_schedule: str, decay_start: int) -> Policy:

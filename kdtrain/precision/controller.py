@@ -26,14 +26,15 @@ stays in the fallback. A checkpoint holds the decision that was made when it was
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import typed
-from kdtrain.precision.linear import Position, Switch
+from kdtrain.precision.modes import Position, Switch
+from kdtrain.tables import MAD_FACTOR, median_and_mad
 
 RULES = ("loss", "gap", "spike", "schedule")
 """What can switch a run to its fallback."""
@@ -132,8 +133,6 @@ CALM_SHARE = 0.8
 """A value is calm if it is at most this share of the threshold."""
 _SPIKE_WINDOW, _SPIKE_LEAST = 128, 16
 _GAP_WINDOW, _GAP_LEAST = 32, 5
-MAD_FACTOR = 6 * 1.4826
-"""Factor on the MAD: six standard deviations of normal noise."""
 _WEIGHT_MOVES = 0.1
 _LEAST_SPREAD = 1e-3
 """Share of the loss that counts as noise at least: else any rise of a value that hardly varies is a spike."""
@@ -463,12 +462,6 @@ class PrecisionController:
 
     def _is_spent(self) -> bool:
         return self.switches >= self.policy.max_switches
-
-
-def median_and_mad(values: Sequence[float]) -> tuple[float, float]:
-    """The median of `values`, and the median distance from it (MAD)."""
-    median = statistics.median(values)
-    return median, statistics.median(abs(each - median) for each in values)
 
 
 def _bound(values: list[float], loss: float) -> float:

@@ -12,42 +12,17 @@ changes. Experts that a model keeps as one three-dimensional parameter are not l
 Shape suffixes: N tokens, D inputs, O outputs.
 """
 
-import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kdtrain.errors import UsageError
 from kdtrain.precision.emulated import FormatRecipe, Held, hold, quantized_linear
-
-Position = Literal["high", "quantized", "high-forward"]
-
-
-@dataclass
-class Switch:
-    """The position of all layers of a model."""
-
-    position: Position = "high"
-    """high; quantized in all three products; or `high-forward`, quantised in the two of the backward only."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "position" and value not in get_args(Position):
-            raise UsageError(f"position '{value}' of the switch is unknown; use {', '.join(get_args(Position))}")
-        super().__setattr__(name, value)
-
-    @contextlib.contextmanager
-    def at(self, position: Position) -> Iterator[None]:
-        """Put the switch in another position while the block runs."""
-        before, self.position = self.position, position
-        try:
-            yield
-        finally:
-            self.position = before
+from kdtrain.precision.modes import Switch
 
 
 class Product(Protocol):

@@ -1,17 +1,44 @@
-"""The number format of a forward: plain fp32, or bf16 or fp16 products over fp32 weights by autocast."""
+"""The number format of a forward: plain fp32, or bf16 or fp16 products over fp32 weights by autocast; its switch."""
 
 import contextlib
-import logging
 import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
+from kdtrain.errors import UsageError, log
+
+Position = Literal["high", "quantized", "high-forward"]
 MODES = ("fp32", "bf16", "fp16")
 """The modes of a forward, but for quantised layers."""
+
+
+@dataclass
+class Switch:
+    """The position of all layers of a model."""
+
+    position: Position = "high"
+    """high; quantized in all three products; or `high-forward`, quantised in the two of the backward only."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "position" and value not in get_args(Position):
+            raise UsageError(f"position '{value}' of the switch is unknown; use {', '.join(get_args(Position))}")
+        super().__setattr__(name, value)
+
+    @contextlib.contextmanager
+    def at(self, position: Position) -> Iterator[None]:
+        """Put the switch in another position while the block runs."""
+        before, self.position = self.position, position
+        try:
+            yield
+        finally:
+            self.position = before
 
 
 def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str:
@@ -22,7 +49,7 @@ def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str
     """
     if name == "bf16" and not has_bf16(device):
         slow = "bf16 products are emulated on this %s, many times slower than fp32; --precision fp32 is faster here"
-        logging.getLogger("kdtrain").warning(slow, "GPU" if device.type == "cuda" else "CPU")
+        log.warning(slow, "GPU" if device.type == "cuda" else "CPU")
     if name != "auto":
         return name
     if has_bf16(device):

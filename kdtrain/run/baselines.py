@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kdtrain.cache.read.reader import CacheReader
-from kdtrain.errors import RunError
-from kdtrain.monitor.progress import log
+from kdtrain.errors import RunError, log
 from kdtrain.monitor.writers import Writers
 from kdtrain.training.sources.source import Source
 

@@ -1,13 +1,12 @@
 """Builds a run by its recipe: student, teacher, temperature, sources, optimizer and guards."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kdtrain.models.adapters import adapter_parts, frozen_names, restrict
+from kdtrain.errors import log
 from kdtrain.models.attention import choose_kernel
-from kdtrain.models.frozen import pack
 from kdtrain.models.head import SplitModel, router_weight, split
 from kdtrain.models.loading import (
     architecture,
@@ -19,28 +18,26 @@ from kdtrain.models.loading import (
 )
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.tokenizer import learn_ends, load_tokenizer
-from kdtrain.monitor.progress import log
 from kdtrain.objective.alpha import build_alpha
-from kdtrain.objective.hidden import HiddenLoss, plan_hidden_loss
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.agreement import agree, code, weights_digest
 from kdtrain.parallel.parallelize import parallelize, shard
-from kdtrain.precision.backends import policy
-from kdtrain.precision.controller import Adaptive, PrecisionController
-from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
-from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.observers import ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
 from kdtrain.training.sources.build import build_source
-from kdtrain.training.sources.mixture import MixtureSource
 from kdtrain.training.sources.source import meet
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from kdtrain.objective.hidden import HiddenLoss
+    from kdtrain.precision.controller import Adaptive
+    from kdtrain.teaching.online import OnlineTeacher
 
 
 def build(recipe: Recipe) -> Run:
@@ -50,12 +47,16 @@ def build(recipe: Recipe) -> Run:
     """
     config, device, plan = recipe.config, recipe.device, recipe.plan
     with raise_on_all_ranks():
-        if isinstance(train := recipe.sources["train"], MixtureSource):
-            train.by_member = recipe.has_teacher and config.objective.alpha == "auto"
+        if recipe.facts.members:
+            _keep_members_apart(recipe)
         model, teacher = _load_student(recipe), recipe.teacher
         if teacher is not None:
             teacher.meet(model)
-        hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
+        hidden = None
+        if config.objective.hidden_loss != "none":
+            from kdtrain.objective.hidden import plan_hidden_loss
+
+            hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
         quantised, dtype = _quantize(recipe, model), head_dtype(recipe.formats.high) or torch.float32
         request = ObserverRequest(config=config, model=model.model, recipe=recipe.formats.recipe, dtype=dtype)
         observers = observers_of(request)
@@ -63,6 +64,11 @@ def build(recipe: Recipe) -> Run:
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
     agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
+    if recipe.layout.tensor_size > 1:  # a module that other runs do not load
+        from kdtrain.parallel import tensor
+
+        size, cuts = recipe.facts.vocab_size, config.parallel.cuts_rows(recipe.facts.seq_len, config.objective)
+        tensor.apply(model, recipe.layout, device, vocab_size=min(size, model.vocab_size), sequence=cuts)
     mesh = recipe.layout.sharing(plan.shard_size)
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         shard(model, mesh, dtype=recipe.formats.gathered)
@@ -89,13 +95,22 @@ def build(recipe: Recipe) -> Run:
     return Run(recipe, trainer, identity, quantised, "" if hidden is None else hidden.describe())
 
 
+def _keep_members_apart(recipe: Recipe) -> None:
+    """Make a mixture keep the targets of its members apart where alpha is measured on each."""
+    from kdtrain.training.sources.mixture import MixtureSource
+
+    if isinstance(train := recipe.sources["train"], MixtureSource):
+        train.by_member = recipe.has_teacher and recipe.config.objective.alpha == "auto"
+
+
 def _load_student(recipe: Recipe) -> SplitModel:
     """Check the student against the data, load it with fp32 weights, and split it into backbone and head."""
     config, spec, facts = recipe.config, recipe.student, recipe.facts
     if spec.init == "pretrained":
         refuse_vocabulary(vocabulary(spec), facts.vocab_size, facts.tokenizer_size)
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
-    whole = recipe.plan.student != "fsdp" and spec.weights is None  # else it may be too large for one device
+    cut = recipe.plan.student == "fsdp" or recipe.layout.tensor_size > 1
+    whole = not cut and spec.weights is None  # else it may be too large for one device
     model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
     if facts.end_tokens and facts.tokenizer is not None:
         line = learn_ends(model, facts.end_tokens, load_tokenizer(facts.tokenizer))
@@ -104,8 +119,14 @@ def _load_student(recipe: Recipe) -> SplitModel:
     if config.activation_checkpointing:
         checkpoint_activations(model)
     student = split(model)
-    restrict(student, spec.lora, config.freeze_head, config.seed)
+    if spec.lora is not None or config.freeze_head:
+        from kdtrain.models.adapters import restrict
+
+        restrict(student, spec.lora, config.freeze_head, config.seed)
     if spec.weights is not None:
+        from kdtrain.models.adapters import frozen_names
+        from kdtrain.models.frozen import pack
+
         pack(student.model, spec.weights, fused=student.fused, device=recipe.device)
         student.frozen = frozen_names(student)
     refuse_vocabulary(student.vocab_size, facts.vocab_size, facts.tokenizer_size)
@@ -115,7 +136,7 @@ def _load_student(recipe: Recipe) -> SplitModel:
     return student
 
 
-def _identity(recipe: Recipe, model: SplitModel, teacher: OnlineTeacher | None) -> dict[str, Any]:
+def _identity(recipe: Recipe, model: SplitModel, teacher: "OnlineTeacher | None") -> dict[str, Any]:
     """What checkpoints belong to, as far as the models say it."""
     attention = recipe.student.attention
     student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
@@ -136,6 +157,9 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     formats, options = recipe.formats, recipe.config.precision
     if formats.choice is None:
         return formats.lines
+    from kdtrain.models.adapters import adapter_parts
+    from kdtrain.precision.linear import convert
+
     skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
     head, backend = model.model.get_output_embeddings(), formats.choice.backend
     whole = recipe.plan.student != "fsdp"  # else each rank would hold all quantised weights
@@ -144,7 +168,7 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     return *formats.lines, str(done)
 
 
-def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> Student:
+def _student(recipe: Recipe, model: SplitModel, hidden: "HiddenLoss | None") -> Student:
     """The student and its objective as one module."""
     facts, formats, objective = recipe.facts, recipe.formats, recipe.config.objective
     if not facts.document_mask:
@@ -174,7 +198,7 @@ def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> St
         document_mask=facts.document_mask,
         compile=recipe.compiles,
         compile_mode=recipe.config.precision.torch_compile_mode,
-        by_layer=recipe.plan.student != "single",
+        by_layer=recipe.plan.student != "single" or recipe.layout.tensor_size > 1,
         hidden_loss=None if hidden is None else hidden.to(recipe.device),
         hidden_weight=objective.hidden_weight,
         layers=() if hidden is None else hidden.student_layers,
@@ -183,10 +207,13 @@ def _student(recipe: Recipe, model: SplitModel, hidden: HiddenLoss | None) -> St
     )
 
 
-def _adaptive(recipe: Recipe) -> Adaptive | None:
+def _adaptive(recipe: Recipe) -> "Adaptive | None":
     options, formats = recipe.config.quantization, recipe.formats
     if formats.choice is None or not options.time_resume:
         return None
+    from kdtrain.precision.backends import policy
+    from kdtrain.precision.controller import Adaptive, PrecisionController
+
     schedule = recipe.config.optimizer
     rules = policy(options, formats.choice.mode, schedule.lr_schedule, decay_start(recipe.total, schedule))
     forward_only = options.quant_fallback_scope == "forward"

@@ -21,17 +21,17 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from kdtrain.config import DataConfig, DistillConfig, LoraConfig, sections, shareable, written
 from kdtrain.config.choices import registered
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.kinds import choices, metavar
 from kdtrain.config.removed import renewed
-from kdtrain.config.sections import FIXED_ALPHA
-from kdtrain.config.values import fields_of, flag, marked, options_of
-from kdtrain.errors import RunError, UsageError, making, writing
+from kdtrain.config.sections import FIXED_ALPHA, DataConfig, LoraConfig
+from kdtrain.config.values import fields_of, flag, marked, options_of, sections, shareable, written
+from kdtrain.errors import RunError, UsageError, log, making, writing
 from kdtrain.files import (
     Lock,
     hidden_folder,
-    make_folder,
+    make_writable,
     publish_text,
     read_json,
     read_text,
@@ -48,12 +48,10 @@ from kdtrain.files import (
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.facts import LOCK as LOCK
-from kdtrain.monitor.progress import log
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
-from kdtrain.tokenizers.view_format import OWN, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
@@ -172,9 +170,10 @@ def check_out(out: Path) -> bool:
         return True
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     foreign = [name for name in names if not _LEFT.fullmatch(name) and not temporary_of(name)]
-    for name in OWN:
-        if name in foreign and own_data(out / name):
-            foreign.remove(name)
+    if foreign:
+        from kdtrain.tokenizers.view_format import OWN, own_data
+
+        foreign = [name for name in foreign if name not in OWN or not own_data(out / name)]
     if "environment.json" in foreign and is_environment(out / "environment.json"):
         foreign.remove("environment.json")
     if foreign:
@@ -203,22 +202,6 @@ def trial_folder(out: Path, check: Callable[[Path], object] = check_out) -> Iter
 
         yield Path(on_main(make))
         all_gather_object(None)  # a barrier: every rank has finished reading
-
-
-def make(out: Path) -> list[Path]:
-    """Make a folder, check that it is writable, and return the folders made."""
-    made = make_folder(out)
-    if not os.access(out, os.W_OK):
-        raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
-    return made
-
-
-def refuse_no_folder(out: Path) -> None:
-    """Refuse a path where `make` cannot make a folder, and leave nothing behind."""
-    with making(out):
-        exists = out.exists()
-    if not exists:
-        remove_empty(make(out))
 
 
 def _later() -> dict[str, Any]:
@@ -468,7 +451,7 @@ def run_lock(config: DistillConfig) -> Iterator[bool]:
 
 def _lock(out: Path, held: ExitStack) -> None:
     """Make the folder if necessary, and lock it until `held` ends."""
-    held.callback(remove_empty, make(out))
+    held.callback(remove_empty, make_writable(out))
     message = f"another process is training in {out}; wait for it, or name another --out"
     # the same for all attempts of one launch; empty without torchrun
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")

@@ -17,9 +17,9 @@ import kdtrain
 from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.cache.tools.facts import cache_facts
 from kdtrain.cache.write.card import CARD, license_lines
-from kdtrain.config import DistillConfig, written
 from kdtrain.config.choices import resolve_tail
-from kdtrain.config.values import fields_of, marked, options_of
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.values import fields_of, marked, options_of, written
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
 from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec

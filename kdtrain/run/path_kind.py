@@ -8,10 +8,9 @@ from typing import NotRequired, TypedDict
 from kdtrain.cache.format import names as cache_format
 from kdtrain.checkpoint.sealed import is_checkpoint, problem
 from kdtrain.checkpoint.store import Store
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError, UsageError, warn_early
 from kdtrain.files import read_json, read_toml, typed
 from kdtrain.monitor.facts import RESULT
-from kdtrain.monitor.progress import warn_early
 from kdtrain.monitor.record import events
 
 

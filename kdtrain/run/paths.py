@@ -16,7 +16,6 @@ from kdtrain.cache.format.names import why_no_cache
 from kdtrain.config.choices import TEXTS
 from kdtrain.config.values import Option, flag
 from kdtrain.config.words import word_meant
-from kdtrain.data.formats import Columns, column_hint, first_columns, row_format
 from kdtrain.errors import UsageError, shown_address
 from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
 from kdtrain.net.address import parse_address
@@ -137,6 +136,8 @@ def _column(text: str, texts: Mapping[str, str]) -> str | None:
     messages, chosen = texts.get("messages_column"), texts.get("text_column", "text")
     option, column = ("text_column", chosen) if messages is None else ("messages_column", messages)
     how = {"format": texts.get("format", "auto"), "text": chosen}
+    from kdtrain.data.formats import Columns, column_hint, first_columns, row_format
+
     wanted = Columns(**how, messages=messages, prompts="generate" in texts)
     keys, whole = first_columns(Path(text))
     if not keys:

@@ -6,53 +6,52 @@ takes the folder, loads an online teacher, and prepares the data.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
-from kdtrain.cache.read.remote import open_cache
-from kdtrain.cache.tools.self_check import look
-from kdtrain.config import DistillConfig, LoraConfig, ObjectiveConfig
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.rates import WORDS, Kind, rate_of
-from kdtrain.errors import UsageError
+from kdtrain.config.sections import LoraConfig, ObjectiveConfig
+from kdtrain.errors import UsageError, log, warn_early
 from kdtrain.imports import optional
-from kdtrain.models.adapters import is_adapter, read_adapter
 from kdtrain.models.attention import resolve_attention
-from kdtrain.models.frozen import refuse_weights
 from kdtrain.models.hub import ask_config
-from kdtrain.models.loading import is_model_folder, with_weights_of
+from kdtrain.models.loading import is_adapter, is_model_folder, with_weights_of
+from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
-from kdtrain.monitor.progress import log, warn_early
 from kdtrain.net.address import parse_address
-from kdtrain.objective.divergence import parse, refuse
+from kdtrain.objective.divergence import adds_up, parse, refuse
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
     Job,
     MemoryPlan,
     fitting_micro_batch,
-    free_everywhere,
     job_of,
     plan_run,
     student_parameters,
 )
-from kdtrain.precision.backends import Formats, formats_of
+from kdtrain.precision.formats import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
-from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.ranks import free_everywhere, is_main, on_main, pick_device, raise_on_all_ranks, reported
 from kdtrain.run.folder import deciding, restarted, run_lock, saved_choices
 from kdtrain.tables import short
-from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
-from kdtrain.teaching.teacher import MEASURED
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.sources.plan import PlanRequest
+from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
+
+if TYPE_CHECKING:
+    from kdtrain.teaching.online import OnlineTeacher
 
 LEARNED_RANGE = (2 / 3, 4.0)
 """Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
@@ -78,12 +77,12 @@ class Recipe:
     """Whether `config.out` already holds this run."""
     student: ModelSpec
     """With its attention and its adapters resolved."""
-    teacher: OnlineTeacher | None
+    teacher: "OnlineTeacher | None"
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
-    live: Any
-    """The capture that the run reads while it is made."""
+    data: DataPlan
+    """Where the sequences come from."""
     formats: Formats
     plan: MemoryPlan
     micro: int
@@ -169,21 +168,17 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
 
     UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """
-    layout = RankLayout.of_ranks(device)
+    layout = RankLayout.of_ranks(device, given.parallel.tensor_parallel, given.parallel.shard_size)
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
-    saved, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
+    attention, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
     free = free_everywhere(device, given.parallel.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
         student = _with_base_weights(given, student, formats, device)
-        teacher = None
-        if given.teacher is not None and given.online:
-            spec = teacher_spec(given.teacher, student)
-            spec = with_weights(spec, given.teacher_weights, "--teacher-weights", given.parallel.teacher_parallel)
-            teacher = open_online_teacher(spec, device, formats.high)
+        teacher = _open_teacher(given, student, formats, device)
     data = PlanRequest(
         config=given,
         student=student,
@@ -191,29 +186,26 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         device=device,
         held=held,
         trial=earlier is not None,
+        capturing=partial(_capturing, given, student, device),
         names=(*given.plans,),
     ).next()
     masked = on_main(data.masked)
     with raise_on_all_ranks():
-        facts = data.facts
-        seq_len, size = (given.data.seq_len, None) if facts is None else (facts.seq_len, facts.vocab_size)
-        theirs = None if facts is None else facts.tokenizer_digest
-        if facts is None and teacher is not None:
-            theirs = tokenizer_digest(teacher.tokenizer)
-        meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
-        if student.init == "pretrained":
-            ask_config(student)  # a model that is refused is not refused for its tokenizer
-        with allowing(given, "tokenizer", meaning):
-            own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
-            refuse_tokenizer(own, theirs)
+        facts, size = data.facts, None
+        if facts is not None:
+            size = facts.vocab_size
+        elif teacher is not None:
+            size = teacher.vocab_size
+        seq_len = given.data.seq_len if facts is None else facts.seq_len
+        _refuse_other_tokenizer(given, student, teacher, facts)
         compiles = _compiles(given, device)
-        attention = (saved if student.attention == "auto" else None) or student.attention
+        if student.attention != "auto" or attention is None:
+            attention = student.attention
         attention = resolve_attention(
             attention, device, formats.high, compiled=compiles, length=seq_len, document_mask=masked
         )
         student = replace(student, attention=attention)
         footprint = None if teacher is None else teacher.footprint(seq_len)
-        size = teacher.vocab_size if size is None and teacher is not None else size
         job = job_of(given, formats.high, device, student, seq_len, size, footprint)
         micro = _micro_batch(given, layout.data_size, job, free)
         plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
@@ -223,14 +215,9 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
                 "--teacher-parallel replicate, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
-        lr_from: str | None = None
-        if given.optimizer.lr != "auto":
-            lr = given.optimizer.peak_lr
-        elif rate is not None:  # a run that is resumed keeps its own
-            lr, lr_from = rate, "that of its checkpoints"
-        else:
-            lr, source = table_rate(given, student, size)
-            lr_from = f"{source}; kdtrain find-lr measures it"
+        if layout.tensor_size > 1:
+            _refuse_with_tensor_ranks(given, student, size, facts, formats)
+        lr, lr_from = _rate(given, student, size, rate)
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
     if teacher is not None:
@@ -240,23 +227,15 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
             teacher.check(seq_len, given.data.document_mask is True)  # of auto `TextData` decides
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
+        if layout.tensor_size > 1 and getattr(sources["train"], "write_collective", None) is not None:
+            raise UsageError("--tensor-parallel cannot be used with text that ranks write; use --parallel fsdp")
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
-        reasons = {
-            "as it began": alpha is not None,
-            "as its cache lacks log p of labels": not all(each.labels for each in sources["train"].facts.taught),
-        }
-        alpha_from = next((why for why, holds in reasons.items() if holds and objective.alpha == "auto"), None)
-        if alpha_from is not None:
-            objective = replace(objective, alpha=objective.first_alpha if alpha is None else alpha)
+        objective, alpha_from = _with_alpha(objective, sources["train"].facts, alpha)
         if teacher is not None:
-            # the sequences on which the cost of packed weights is measured
-            starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
-            first = (rows.read(np.arange(at, min(at + micro, len(rows), MEASURED))) for at in starts)
-            teacher.pack(first, document_mask=rows.facts.document_mask)
-    optimizer = replace(given.optimizer, lr=lr)
+            _pack(teacher, rows, micro)
     return Recipe(
         given=given,
-        config=replace(given, **data.options, objective=objective, optimizer=optimizer),
+        config=replace(given, **data.options, objective=objective, optimizer=replace(given.optimizer, lr=lr)),
         lr_from=lr_from,
         alpha_from=alpha_from,
         device=device,
@@ -265,13 +244,101 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         student=student,
         teacher=teacher,
         sources=sources,
-        live=data.live,
+        data=data,
         formats=formats,
         plan=plan,
         micro=micro,
         total=total_steps(given, len(sources["train"])),
         compiles=compiles,
     )
+
+
+def _open_teacher(
+    config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device
+) -> "OnlineTeacher | None":
+    """Open the online teacher, without its weights; None in a run without one."""
+    if config.teacher is None or not config.online:
+        return None
+    from kdtrain.teaching.online import open_online_teacher
+
+    spec = teacher_spec(config.teacher, student)
+    spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
+    return open_online_teacher(spec, device, formats.high)
+
+
+def _refuse_other_tokenizer(
+    config: DistillConfig, student: ModelSpec, teacher: "OnlineTeacher | None", facts: Facts | None
+) -> None:
+    """Refuse a student whose tokenizer is not that of the data, or of the teacher of text that is not packed yet."""
+    theirs = None
+    if facts is not None:
+        theirs = facts.tokenizer_digest
+    elif teacher is not None:
+        theirs = tokenizer_digest(teacher.tokenizer)
+    if student.init == "pretrained":
+        ask_config(student)  # a model that is refused is not refused for its tokenizer
+    meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
+    with allowing(config, "tokenizer", meaning):
+        own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
+        refuse_tokenizer(own, theirs)
+
+
+def _refuse_with_tensor_ranks(
+    config: DistillConfig, student: ModelSpec, vocab_size: int | None, facts: Facts | None, formats: Formats
+) -> None:
+    """Refuse what tensor parallelism is not made for, and a student whose model it cannot cut."""
+    from kdtrain.parallel.tensor import refuse_plan
+
+    option = f"--tensor-parallel {config.parallel.tensor_parallel}"
+    dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
+    refused = {
+        f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
+        "adapters (--lora-rank), whose layers are whole": student.lora is not None,
+        "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
+        and facts.alignment is not None,
+        f"--divergence {config.objective.divergence} over whole distributions, as it is no sum over tokens": dense
+        and config.objective.distils
+        and not adds_up(config.objective.divergence),
+    }
+    if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
+        raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
+    theirs = configuration(student, vocab_size)
+    refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
+
+
+def _rate(
+    config: DistillConfig, student: ModelSpec, vocab_size: int | None, earlier: float | None
+) -> tuple[float, str | None]:
+    """Return the peak learning rate, and where that of `--lr auto` is from; earlier: that of a resumed run."""
+    if config.optimizer.lr != "auto":
+        return config.optimizer.peak_lr, None
+    if earlier is not None:
+        return earlier, "that of its checkpoints"
+    lr, source = table_rate(config, student, vocab_size)
+    return lr, f"{source}; kdtrain find-lr measures it"
+
+
+def _with_alpha(objective: ObjectiveConfig, facts: Facts, earlier: float | None) -> tuple[ObjectiveConfig, str | None]:
+    """Return `objective` with a number in place of an `auto` that cannot be measured, and why it cannot.
+
+    earlier: that of a resumed run.
+    """
+    if objective.alpha != "auto":
+        return objective, None
+    if earlier is not None:
+        return replace(objective, alpha=earlier), "as it began"
+    if not all(each.labels for each in facts.taught):
+        return replace(objective, alpha=objective.first_alpha), "as its cache lacks log p of labels"
+    return objective, None
+
+
+def _pack(teacher: "OnlineTeacher", rows: Source, micro: int) -> None:
+    """Hold the teacher's weights in their format; what that costs is measured on the first of `rows`."""
+    from kdtrain.teaching.teacher import MEASURED
+
+    starts = range(0, min(len(rows), MEASURED), micro) if is_main() else range(0)
+    first = (rows.read(np.arange(at, min(at + micro, len(rows), MEASURED))) for at in starts)
+    teacher.pack(first, document_mask=rows.facts.document_mask)
 
 
 @contextmanager
@@ -322,8 +389,13 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
 def _look(config: DistillConfig) -> None:
     """Look at the rows of caches from elsewhere. UsageError: one cannot be right."""
-    caches = [open_cache(each) for each in config.cache if parse_address(each)]
-    for cache in caches:
+    addresses = [each for each in config.cache if parse_address(each)]
+    if not addresses:
+        return
+    from kdtrain.cache.read.reader import open_cache
+    from kdtrain.cache.tools.self_check import look
+
+    for cache in [open_cache(each) for each in addresses]:
         seen = look(cache)
         for finding in () if seen is None else seen.findings:
             if "cache" not in config.allow_mismatch:
@@ -347,6 +419,8 @@ def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
     if start is None or not is_adapter(start):
         lora = config.lora.over(student.lora)
     else:
+        from kdtrain.models.adapters import read_adapter
+
         loaded = read_adapter(start)
         lora = config.lora.over(loaded if student.lora is None else student.lora.over(loaded))
         same = {f"lora_{name}": getattr(loaded, f"lora_{name}") for name in ("rank", "alpha", "rslora", "dora")}
@@ -375,6 +449,8 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
             f"{what} cannot be used with --precision {formats.choice.mode}, which would quantise the frozen weights "
             "again; use --precision bf16, or leave it out"
         )
+    from kdtrain.models.frozen import refuse_weights
+
     refuse_weights(kind, "--base-weights", device)
     return spec
 
@@ -382,8 +458,8 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
 def _micro_batch(config: DistillConfig, ranks: int, job: Job | None, free: float | None) -> int:
     """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
     batch, micro = config.batch_size, config.micro_batch_given
-    if (size := config.parallel.shard_size) is not None and world_size() % size:
-        raise UsageError(f"--shard-size {size} does not divide {world_size()} ranks; choose one that does")
+    if (size := config.parallel.shard_size) is not None and ranks % size:
+        raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")
@@ -404,58 +480,84 @@ def with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -
 
     facts: of the data, if they are known; None for text that is not packed yet.
     """
-    taught = facts is not None and facts.targets != "none"
     least, most = (0.25, 20.0) if facts is None else facts.temperature_range
     low = objective.temperature_min or max(least, LEARNED_RANGE[0])
     high = objective.temperature_max or min(most, LEARNED_RANGE[1])
-    used = [objective.temperature]
-    used += [objective.temperature_end] if objective.schedules_temperature else []
-    learnable = objective.learns_temperature
-    used += [low, high] if learnable else []
-    if facts is not None and facts.alignment is not None:
-        if {*used} != {1.0}:
-            raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
-        if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts or objective.tail != "ghost":
-            raise UsageError(
-                f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
-                "tokenizers; use forward-kl, and leave --tail out"
-            )
-    members = [] if facts is None else facts.taught or [facts]
-    counts_only = any(each.targets == "sparse" and not each.top_k for each in members)
-    more = ", or build a cache with --top-k, which serves others" if counts_only else ""
-    if taught and not all(least <= each <= most for each in used):
-        raise UsageError(
-            f"temperatures {sorted(set(used))} leave the cache's range of {least:.3g} to {most:.3g}; "
-            f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
-        )
-    if learnable and facts is not None and not online and not taught:
-        raise UsageError(
-            f"--temperature-mode {objective.temperature_mode} needs a teacher to learn T from, and {facts.name} has "
-            "none; use --temperature-mode fixed"
-        )
-    if learnable and least == most:
-        raise UsageError(
-            f"--temperature-mode {objective.temperature_mode} needs more than one T, and the cache is valid at T = "
-            f"{least:g} only; use --temperature-mode fixed{more}"
-        )
-    if learnable and not low < objective.temperature < high:
+    used = {objective.temperature}
+    if objective.schedules_temperature:
+        used.add(objective.temperature_end)
+    if objective.learns_temperature:
+        used |= {low, high}
+    if facts is not None:
+        if facts.alignment is not None:
+            _refuse_across_tokenizers(objective, used)
+        _refuse_temperatures(objective, facts, used, online)
+    if objective.learns_temperature and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
-    if objective.distils and (online or taught):
-        kinds = [(each.top_k, each.num_samples, each.targets == "dense") for each in members]
-        kinds = [(0, 0, True)] if online or facts is None else kinds
-        for top_k, samples, dense in kinds:
-            refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
-        grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
-        grows = grows and any(dense for *_, dense in kinds)
-        if grows and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
-            raise UsageError(
-                f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "
-                f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
-                "--temperature-mode fixed, another --divergence, or a sparse cache"
-            )
+    if objective.distils and online:
+        _refuse_divergence(objective, [(0, 0, True)])
+    elif objective.distils and facts is not None:
+        _refuse_divergence(
+            objective, [(each.top_k, each.num_samples, each.targets == "dense") for each in facts.taught]
+        )
     if low == high:
         return objective  # the cache is valid at one T only, which is fixed: there are no bounds
     return replace(objective, temperature_min=low, temperature_max=high)
+
+
+def _refuse_across_tokenizers(objective: ObjectiveConfig, used: set[float]) -> None:
+    """Refuse all but forward KL at T = 1, with the default tail; used: the temperatures that a run may reach."""
+    if used != {1.0}:
+        raise UsageError("across tokenizers the targets are right at T = 1 only; use --temperature 1")
+    if "sampled" not in DIVERGENCES.get(parse(objective.divergence)[0]).accepts or objective.tail != "ghost":
+        raise UsageError(
+            f"--divergence {objective.divergence} with --tail {objective.tail} cannot be computed across "
+            "tokenizers; use forward-kl, and leave --tail out"
+        )
+
+
+def _refuse_temperatures(objective: ObjectiveConfig, facts: Facts, used: set[float], online: bool) -> None:
+    """Refuse temperatures that the targets do not have; used: those that a run may reach."""
+    least, most = facts.temperature_range
+    counts_only = any(each.targets == "sparse" and not each.top_k for each in facts.taught)
+    more = ", or build a cache with --top-k, which serves others" if counts_only else ""
+    if facts.taught and not all(least <= each <= most for each in used):
+        raise UsageError(
+            f"temperatures {sorted(used)} leave the cache's range of {least:.3g} to {most:.3g}; "
+            f"choose --temperature, --temperature-end, --temperature-min and --temperature-max inside{more}"
+        )
+    learning = f"--temperature-mode {objective.temperature_mode} needs"
+    if objective.learns_temperature and not online and not facts.taught:
+        raise UsageError(
+            f"{learning} a teacher to learn T from, and {facts.name} has none; use --temperature-mode fixed"
+        )
+    if objective.learns_temperature and least == most:
+        raise UsageError(
+            f"{learning} more than one T, and the cache is valid at T = {least:g} only; use --temperature-mode "
+            f"fixed{more}"
+        )
+
+
+def _refuse_divergence(objective: ObjectiveConfig, targets: list[tuple[int, int, bool]]) -> None:
+    """Refuse a divergence that cannot be computed; targets: of each kind the top-k, the samples, and if it is dense."""
+    for top_k, samples, dense in targets:
+        refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
+    grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
+    whole = any(dense for *_, dense in targets)
+    if grows and whole and TEMPERATURES.has(objective.temperature_mode, MAXIMIZES):
+        raise UsageError(
+            f"--temperature-mode {objective.temperature_mode} cannot be used with --divergence "
+            f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
+            "--temperature-mode fixed, another --divergence, or a sparse cache"
+        )
+
+
+def _capturing(
+    run: DistillConfig, student: ModelSpec, device: torch.device, config: CacheTeacherConfig
+) -> Callable[[Ordered], None]:
+    from kdtrain.run.capture import capturing  # a run that captures nothing does without
+
+    return capturing(run, student, device, config)
 
 
 def _compiles(config: DistillConfig, device: torch.device) -> bool:

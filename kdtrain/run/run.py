@@ -12,16 +12,15 @@ import torch
 
 from kdtrain.cache.format.manifest import weights_line
 from kdtrain.checkpoint.store import Checkpoint
-from kdtrain.errors import RunError, UsageError, advice, reason, writing
+from kdtrain.errors import RunError, UsageError, advice, log, reason, warn_early, writing
 from kdtrain.files import publish_text, same_path, set_aside
-from kdtrain.models.adapters import fill_adapter, is_adapter
 from kdtrain.models.export import export_lock, export_model
-from kdtrain.models.frozen import whole_size
 from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import is_adapter
 from kdtrain.models.spec import is_export
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.facts import RESULT, alphas
-from kdtrain.monitor.progress import end_log, formula, log, setup_logging, warn_early
+from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
 from kdtrain.run.baselines import baselines
@@ -90,7 +89,12 @@ class Run:
     @property
     def parameters(self) -> int:
         """The student's parameters over all ranks, each counted once."""
-        return whole_size(self.trainer.student.model)
+        model = self.trainer.student.model
+        if self.recipe.student.weights is None:
+            return sum(each.numel() for each in model.parameters())
+        from kdtrain.models.frozen import whole_size
+
+        return whole_size(model)
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -189,6 +193,8 @@ class Run:
                     "runs/A/checkpoints/step-00002000"
                 )
             if is_adapter(path):
+                from kdtrain.models.adapters import fill_adapter
+
                 reshard(trainer.student.model)
                 fill_adapter(trainer.student.model.model, path, part_of)
                 log.info("the adapters are those of %s", path)
@@ -303,6 +309,7 @@ class Run:
             "compiled": student.compile_objective,
             "ranks": world_size(),
             "student over ranks": recipe.plan.student,
+            **({} if recipe.layout.tensor_size == 1 else {"tensor ranks": recipe.layout.tensor_size}),
             "steps": recipe.total,
             "lr": {"peak": config.optimizer.lr, "from": recipe.lr_from or "--lr"},
             "launch": launch(),
@@ -359,7 +366,8 @@ class Run:
             step = (
                 f"each step {trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro} sequences on each"
             )
-            lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
+            ranks = str(recipe.layout) if recipe.layout.tensor_size > 1 else f"{world_size()} ranks"
+            lines.append(f"{ranks}, {recipe.plan}: {step}")
         enabled = "[TimeResume] Adaptive quantization training enabled" if trainer.state.adaptive is not None else ""
         resumed = f"resuming from {loaded}" if loaded is not None else ""
         anew = config.checkpoint.resume == "latest" and not recipe.resumed
@@ -402,7 +410,8 @@ class Run:
         student, has_best = trainer.student.model, state.progress.best_step is not None
         saved: Mapping[str, Any] = self.identity
         packed = self.recipe.student.weights
-        if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
+        cut = self.recipe.plan.student == "fsdp" or self.recipe.layout.tensor_size > 1
+        if cut or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
             commit = getattr(student.model.config, "_commit_hash", None)  # of a model on the hub: what was loaded
             base = self.recipe.student if commit is None else replace(self.recipe.student, revision=commit)

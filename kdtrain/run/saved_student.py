@@ -9,14 +9,12 @@ import torch
 
 from kdtrain.checkpoint.sealed import checkpoint_at, is_checkpoint, problem, read_checkpoint
 from kdtrain.checkpoint.store import Store
-from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.files import refuse_leading_out, typed
-from kdtrain.models.adapters import lora_of, restrict
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import is_model_folder, load_student, model_of, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.models.tokenizer import generation_from
-from kdtrain.monitor.progress import log
 from kdtrain.run.folder import TOKENIZER, is_run
 from kdtrain.run.model_card import cache_of, public
 from kdtrain.training.state import load_saved
@@ -163,6 +161,8 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: Mod
 
     UsageError: the rest is not there, or has changed.
     """
+    from kdtrain.models.adapters import lora_of, restrict
+
     saved, lora = state["student"], None
     if "lora" in saved:
         lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")

@@ -3,16 +3,14 @@
 from typing import Any
 
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import DistillConfig, EvaluateConfig
-from kdtrain.config.commands import partners
+from kdtrain.cache.read.reader import LocalCache, open_cache
+from kdtrain.config.commands import DistillConfig, EvaluateConfig, partners
 from kdtrain.config.values import refuse
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, log
 from kdtrain.files import set_aside
 from kdtrain.models.loading import vocabulary
 from kdtrain.models.tokenizer import digest_of, load_tokenizer, tokenizer_digest
-from kdtrain.monitor.progress import bar, log
+from kdtrain.monitor.progress import bar
 from kdtrain.ranks import on_main, raise_on_all_ranks
 from kdtrain.run.build_cache import TextData
 from kdtrain.tokenizers.view import View

@@ -1,5 +1,1 @@
-"""What a teacher is: the class `Teacher`, and the kinds of `local`."""
-
-from kdtrain.teaching import local
-
-__all__ = ["local"]
+"""What a teacher is, and the kinds that come with kdtrain."""

@@ -22,15 +22,14 @@ from transformers import GenerationConfig
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.cache.write.answers import ShardAnswers
-from kdtrain.errors import UsageError
-from kdtrain.models.adapters import adapted, adapters_off
+from kdtrain.errors import UsageError, log
+from kdtrain.models.adapters import adapters_off
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import HeadPart, SplitModel, layer_widths, split
 from kdtrain.models.hub import opened
-from kdtrain.models.loading import check_fits, load_teacher, model_digest, vocabulary
+from kdtrain.models.loading import adapted, check_fits, load_teacher, model_digest, vocabulary
 from kdtrain.models.spec import ModelSpec
-from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.engine.matmul import wide_product
 from kdtrain.objective.targets import OnlineTargets

@@ -5,8 +5,8 @@ import time
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.saver import HostCopies, Saver
 from kdtrain.checkpoint.store import Checkpoint, Store
-from kdtrain.config import DistillConfig
-from kdtrain.monitor.progress import log
+from kdtrain.config.commands import DistillConfig
+from kdtrain.errors import log
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.state import TrainState, load_saved, packed

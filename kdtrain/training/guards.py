@@ -45,11 +45,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kdtrain.config import GuardsConfig, StoppingConfig
+from kdtrain.config.sections import GuardsConfig, StoppingConfig
 from kdtrain.files import typed
-from kdtrain.precision.controller import MAD_FACTOR, median_and_mad
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.ranks import agreed_max
+from kdtrain.tables import MAD_FACTOR, median_and_mad
 
 
 def non_finite(*tensors: torch.Tensor) -> torch.Tensor:

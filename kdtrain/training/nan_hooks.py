@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kdtrain import __version__
-from kdtrain.config import DistillConfig, shareable
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.values import shareable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.parallelize import peak, total_norm

@@ -12,17 +12,19 @@ What it gives up: an observer sees no compiled graph from inside. Hooks on modul
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.registered import OBSERVERS
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
-from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.training.student import Student
+
+if TYPE_CHECKING:
+    from kdtrain.precision.emulated import FormatRecipe
 
 
 @dataclass
@@ -90,7 +92,7 @@ class ObserverRequest:
     config: DistillConfig
     model: nn.Module
     """The student as transformers has it, whole on every rank."""
-    recipe: FormatRecipe | None
+    recipe: "FormatRecipe | None"
     """The format of its quantised products; None if it has none."""
     dtype: torch.dtype
     """Of its other products."""

@@ -19,6 +19,7 @@ state, or to an ordinary checkpoint where the recovery buffer has none.
 import copy
 import math
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
@@ -26,16 +27,17 @@ from kdtrain import faults
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.saver import host_buffers
 from kdtrain.checkpoint.store import Checkpoint
-from kdtrain.config import DistillConfig
-from kdtrain.errors import RunError
-from kdtrain.monitor.progress import log
-from kdtrain.precision.controller import Adaptive, DropSnapshots, LogLine, Recover, Save, Snapshot, SwitchTo
+from kdtrain.config.commands import DistillConfig
+from kdtrain.errors import RunError, log
 from kdtrain.ranks import all_gather_object, on_main, rank, reported, world_size
 from kdtrain.training.checkpoints import Checkpoints
-from kdtrain.training.nan_hooks import NanHooks, find_first, write_bundle
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.state import TrainState, snapshot
 from kdtrain.training.step import Status, Stepper, StepResult
+
+if TYPE_CHECKING:
+    from kdtrain.precision.controller import Adaptive
+    from kdtrain.training.nan_hooks import NanHooks
 
 
 class Next(Enum):
@@ -64,8 +66,11 @@ class Recovery:
         self.config, self.state, self.stepper = config, state, stepper
         self.checkpoints, self.reporter = checkpoints, reporter
         self.empty = 0  # steps in a row of which no token counts
-        self.hooks = NanHooks(stepper.student) if config.guards.nan_hooks == "always" else None
-        if self.hooks is not None:
+        self.hooks: NanHooks | None = None
+        if config.guards.nan_hooks == "always":
+            from kdtrain.training import nan_hooks
+
+            self.hooks = nan_hooks.NanHooks(stepper.student)
             stepper.observers.append(self.hooks)
 
     def after_step(self, result: StepResult) -> Next:
@@ -110,21 +115,24 @@ class Recovery:
 
         broken: what was non-finite in a skipped step; `loss` is then its value.
         """
-        adaptive, names, recovered = self.state.adaptive, [], False
-        for action in () if adaptive is None else adaptive.controller.observe(step, loss, adaptive.gap, broken):
-            assert adaptive is not None
-            if isinstance(action, LogLine):
+        adaptive, names, recovered = self.state.adaptive, list[str](), False
+        if adaptive is None:
+            return names, recovered
+        from kdtrain.precision import controller as actions
+
+        for action in adaptive.controller.observe(step, loss, adaptive.gap, broken):
+            if isinstance(action, actions.LogLine):
                 log.info(action.line)
-            elif isinstance(action, Save):
+            elif isinstance(action, actions.Save):
                 names.append(action.name)
-            elif isinstance(action, Snapshot):
+            elif isinstance(action, actions.Snapshot):
                 self._take_snapshot(step, action.keep)
-            elif isinstance(action, DropSnapshots):
+            elif isinstance(action, actions.DropSnapshots):
                 self.state.snapshots.clear()
-            elif isinstance(action, SwitchTo):
+            elif isinstance(action, actions.SwitchTo):
                 adaptive.switch_to(action.mode)
                 self.reporter.writers.event("switch", self.state.progress.step, mode=action.mode, tried=step)
-            elif isinstance(action, Recover):
+            elif isinstance(action, actions.Recover):
                 recovered = self._restore_good_state(adaptive) or recovered
         return names, recovered
 
@@ -221,6 +229,8 @@ class Recovery:
     def _investigate(self, batch: int, number: int) -> None:
         """Log the first non-finite tensor, found by active hooks or by running the step again; write what reproduces
         it."""
+        from kdtrain.training.nan_hooks import find_first, write_bundle
+
         stepper, config, writers = self.stepper, self.config, self.reporter.writers
         batches, indices = stepper.batches(), stepper.share(self.state.progress.sequences)
         if self.hooks is not None:
@@ -359,7 +369,7 @@ class Recovery:
             raise RunError(f"no snapshot after step {step}: {error}; use --quant-snapshot disk") from None
         snapshots.append(snapshot(tensors, copy.deepcopy(self.state.own_numbers())))
 
-    def _restore_good_state(self, adaptive: Adaptive) -> bool:
+    def _restore_good_state(self, adaptive: "Adaptive") -> bool:
         """Restore the newest good state of the recovery buffer, in memory or on disk; False where there is none at all.
 
         The restored state leaves the buffer, so that a run that fails again returns to an older one. Where none is

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.config import DistillConfig
-from kdtrain.errors import first_sentence
-from kdtrain.models.generate import generate
-from kdtrain.monitor.progress import Bar, StepText, Throughput, log
+from kdtrain.config.commands import DistillConfig
+from kdtrain.errors import first_sentence, log
+from kdtrain.monitor.progress import Bar, StepText, Throughput
 from kdtrain.monitor.rules import WINDOW, History, Signs, comparable, findings, free_mib, initial_loss, newest_mib
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks
@@ -92,6 +91,8 @@ def sample_texts(
 
     Returns prompt, greedy and sampled continuation of each. seed: of the sampled tokens.
     """
+    from kdtrain.models.generate import generate
+
     tokens_BT = source.read(np.arange(min(PROMPTS, len(source)))).tokens
     seq_len = tokens_BT.shape[1] - 1
     prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kdtrain.config import DistillConfig, OptimizerConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import OptimizerConfig
 from kdtrain.config.values import USUAL_STEPS
 
 

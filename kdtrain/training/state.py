@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -26,19 +26,21 @@ from torch.distributed.tensor import DTensor
 from kdtrain.checkpoint import shards
 from kdtrain.checkpoint.sealed import read_state
 from kdtrain.checkpoint.store import Checkpoint, load
-from kdtrain.config import GuardsConfig, StoppingConfig
 from kdtrain.config.choices import Weights
+from kdtrain.config.sections import GuardsConfig, StoppingConfig
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.objective.alpha import MeasuredAlpha, of_before
 from kdtrain.parallel.parallelize import cut_like, part_of, reshard
-from kdtrain.precision.controller import Adaptive
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.ranks import local
 from kdtrain.training.guards import Guards, Watcher
 from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.sources.source import Growing
 from kdtrain.training.student import Student
+
+if TYPE_CHECKING:
+    from kdtrain.precision.controller import Adaptive
 
 _PREFIX = "snapshot."
 
@@ -185,7 +187,7 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     guards: Guards = field(default_factory=lambda: Guards(GuardsConfig(), StoppingConfig(), fp16=False))
     """Watch the numbers of each step."""
-    adaptive: Adaptive | None = None
+    adaptive: "Adaptive | None" = None
     """Decides when the student is quantised; None where the mode does not change."""
     snapshots: deque[Checkpoint] = field(default_factory=deque)
     """Earlier states in memory that adaptive quantisation may restore, oldest first."""
@@ -193,7 +195,7 @@ class TrainState:
     """The training text, where it appears during the run."""
 
     @property
-    def watchers(self) -> dict[str, Watcher[Any] | LossScale | Adaptive]:
+    def watchers(self) -> dict[str, "Watcher[Any] | LossScale | Adaptive"]:
         """The guards and the controller of adaptive quantisation, by their names in a checkpoint."""
         return vars(self.guards) | ({} if self.adaptive is None else {"adaptive": self.adaptive})
 

@@ -16,7 +16,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from einops import rearrange
@@ -26,22 +26,23 @@ from transformers import PreTrainedModel
 
 from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
-from kdtrain.models.generate import Decoder, decoding
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch, Collator
-from kdtrain.objective.hidden import HiddenLoss
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.measured import measured
 from kdtrain.objective.metrics import measure
 from kdtrain.objective.targets import Supervision, per_token
 from kdtrain.objective.temperature import Temperature
 from kdtrain.parallel.parallelize import reshard
-from kdtrain.precision.compiled import CompiledLayers, compiled_whole
-from kdtrain.precision.linear import Switch
-from kdtrain.precision.modes import MODES, autocast, head_dtype
+from kdtrain.precision.modes import MODES, Switch, autocast, head_dtype
 from kdtrain.ranks import all_reduce_sum, world_size
+
+if TYPE_CHECKING:
+    from kdtrain.models.generate import Decoder
+    from kdtrain.objective.hidden import HiddenLoss
+    from kdtrain.precision.compiled import CompiledLayers
 
 FIELDS = (
     *("tokens", "loss_mask", "segments", "labels", "ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean"),
@@ -106,7 +107,7 @@ class Student(PreTrainedModel):
         compile: bool = False,
         compile_mode: str | None = None,
         by_layer: bool = False,
-        hidden_loss: HiddenLoss | None = None,
+        hidden_loss: "HiddenLoss | None" = None,
         hidden_weight: float = 1.0,
         layers: tuple[int, ...] = (),
         switch: Switch | None = None,
@@ -121,9 +122,13 @@ class Student(PreTrainedModel):
             raise UsageError(f"loss is a {type(loss).__name__}; give a DistillationLoss")
         if mode not in MODES:
             raise UsageError(f"mode {mode} is not one of {', '.join(MODES)}")
-        for name, value, kind in (("hidden_loss", hidden_loss, HiddenLoss), ("switch", switch, Switch)):
-            if not isinstance(value, kind | None):
-                raise UsageError(f"{name} is a {type(value).__name__}; give a {kind.__name__}")
+        if not isinstance(switch, Switch | None):
+            raise UsageError(f"switch is a {type(switch).__name__}; give a Switch")
+        if hidden_loss is not None:
+            from kdtrain.objective import hidden
+
+            if not isinstance(hidden_loss, hidden.HiddenLoss):
+                raise UsageError(f"hidden_loss is a {type(hidden_loss).__name__}; give a HiddenLoss")
         if quantized is not None and (switch is None or quantized not in QUANTIZED):
             raise UsageError(f"quantized {quantized} is not one of {', '.join(QUANTIZED)} with the switch of quantize_")
         if not 0 <= as_number(hidden_weight, "hidden_weight") < math.inf:
@@ -144,14 +149,18 @@ class Student(PreTrainedModel):
         self.quantized = quantized
         self._collator = Collator.of(data)
         self._checked = set[str]()
-        self.compiled = CompiledLayers(self.model, mode=compile_mode) if compile and by_layer else None
+        self.compiled: CompiledLayers | None = None
         self.backbone = self._backbone
-        if self.compiled is not None:
-            self.backbone = self.compiled.calling(self._backbone)
-        elif compile:
-            if self.router_weight:
-                layer_widths(self.model)  # the first forward that collects installs hooks, which would cut the graph
-            self.backbone = compiled_whole(self._backbone, mode=compile_mode)
+        if compile:
+            from kdtrain.precision import compiled
+
+            if by_layer:
+                self.compiled = compiled.CompiledLayers(self.model, mode=compile_mode)
+                self.backbone = self.compiled.calling(self._backbone)
+            else:
+                if self.router_weight:
+                    layer_widths(self.model)  # the first forward that collects installs hooks, which would cut a graph
+                self.backbone = compiled.compiled_whole(self._backbone, mode=compile_mode)
         self.register_state_dict_post_hook(_without_tied)
         self.register_load_state_dict_pre_hook(_from_names_of_the_model)
         self.register_load_state_dict_post_hook(_tied_are_not_missing)
@@ -385,7 +394,7 @@ class Student(PreTrainedModel):
             self.backbone, self.compile_objective = before
 
     @contextlib.contextmanager
-    def decoding(self) -> Iterator[Decoder]:
+    def decoding(self) -> Iterator["Decoder"]:
         """Yield the student as `models.generate` takes it: in evaluation mode within the block, and never quantised.
 
         Every rank enters it with a sharded student, and takes as many steps.
@@ -395,6 +404,8 @@ class Student(PreTrainedModel):
         def inside() -> Iterator[None]:
             with self.switch.at("high"), autocast(self.mode, self.device):
                 yield
+
+        from kdtrain.models.generate import decoding
 
         training = self.training
         self.eval()

@@ -15,21 +15,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.checkpoint import tiers
-from kdtrain.config import DistillConfig
-from kdtrain.errors import RunError
-from kdtrain.monitor.progress import log, log_step, members_line, one_line, validation_line
+from kdtrain.config.commands import DistillConfig
+from kdtrain.errors import RunError, log
+from kdtrain.monitor.progress import log_step, members_line, one_line, validation_line
 from kdtrain.monitor.record import RunRecord
 from kdtrain.monitor.writers import Writers
 from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.parallelize import SingleProcess
-from kdtrain.precision.controller import Adaptive
 from kdtrain.ranks import is_main, on_main, reported
 from kdtrain.training.checkpoints import Checkpoints
 from kdtrain.training.guards import Guards
@@ -45,6 +45,9 @@ from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
 from kdtrain.training.validate import calibration, summary, validate_members
 from kdtrain.training.withheld import Withheld
+
+if TYPE_CHECKING:
+    from kdtrain.precision.controller import Adaptive
 
 
 class Trainer:
@@ -70,7 +73,7 @@ class Trainer:
         micro: int,
         seq_len: int,
         wrapper: SingleProcess | None = None,
-        adaptive: Adaptive | None = None,
+        adaptive: "Adaptive | None" = None,
         observers: Sequence[Observer] = (),
         identity: dict[str, object] | None = None,
     ) -> None:

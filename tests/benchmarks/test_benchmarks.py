@@ -26,12 +26,33 @@ def test_filling_a_page_changes_what_is_between_the_markers_and_nothing_else():
         tables.fill("a page without markers", "new", "a-table")
 
 
+def test_a_block_is_placed_on_the_page_with_its_markers_and_its_links_lead_there(tmp_path):
+    far = tmp_path / "far.md"
+    far.write_text("<!-- a -->\n<!-- /a -->\n")
+    (text,) = tables.placed({"a": "[a](../benchmarks/results/a.json)"}, [far]).values()
+    (link,) = re.findall(r"\]\((.*)\)", text)
+    assert (tmp_path / link).resolve() == RESULTS / "a.json"
+    with pytest.raises(ValueError, match="<!-- b -->"):
+        tables.placed({"b": "new"}, [far])
+
+
 @pytest.mark.parametrize("name", tables.PAGES)
 def test_a_page_shows_the_published_records_and_no_others(name):
-    page = filled = tables.PAGES[name].read_text()
-    for marker, block in tables.current(name).items():
-        filled = tables.fill(filled, block, marker)
-    assert filled == page
+    for page, text in tables.filled(name).items():
+        assert text == page.read_text(), page
+
+
+def test_the_page_on_audits_has_the_rows_that_the_record_says_find_a_fault_always():
+    record = json.loads((RESULTS / "audit.json").read_text())
+    page = (ROOT / "docs" / "audit.md").read_text()
+    kinds = ("50 samples", "50 samples, likelihood and counts alone", "top-k 12")
+    for fault in record["power"]["50 samples"]:
+        (row,) = re.findall(rf"^\| {re.escape(fault)} \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+        found = [[rows for rows, share in record["power"][kind][fault].items() if share == 1] for kind in kinds]
+        assert row.split(" | ") == [each[0] if each else "not by 200" for each in found], fault
+    alarms = record["false_alarms"].values()
+    failed, audits = (sum(each[key] for each in alarms) for key in ("failed", "audits"))
+    assert f"{failed} of {audits:,} audits" in " ".join(page.split())
 
 
 def test_the_bins_of_an_evaluation_give_back_its_calibration_error():

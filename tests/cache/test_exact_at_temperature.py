@@ -11,7 +11,7 @@ from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.write.writer import write_cache
-from kdtrain.config import DataConfig
+from kdtrain.config.sections import DataConfig
 from kdtrain.data.packing import packed_rows
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer

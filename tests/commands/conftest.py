@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kdtrain import cli
-from kdtrain.monitor.progress import log
+from kdtrain.errors import log
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 from tests.web import TOKEN, Web, hurry, serving, with_hub
 

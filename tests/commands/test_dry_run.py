@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kdtrain import cli, faults
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import options_of
 from kdtrain.run.folder import _TRIES, write_config_to_copy
 

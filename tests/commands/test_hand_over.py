@@ -8,8 +8,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from kdtrain.config import DistillConfig, ExportConfig, written
-from kdtrain.config.values import options_of
+from kdtrain.config.commands import DistillConfig, ExportConfig
+from kdtrain.config.values import options_of, written
 from kdtrain.errors import UsageError
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 

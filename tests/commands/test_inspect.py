@@ -18,7 +18,7 @@ from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.cache.tools.facts import cache_facts, fidelity, parent_lines, tail_rule
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.inspect import main
-from kdtrain.config import InspectConfig
+from kdtrain.config.commands import InspectConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock
 from kdtrain.monitor.facts import closing_page

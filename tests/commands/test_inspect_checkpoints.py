@@ -10,7 +10,7 @@ import torch
 
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands import inspect, verify
-from kdtrain.config import InspectConfig, VerifyConfig
+from kdtrain.config.commands import InspectConfig, VerifyConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock
 from kdtrain.run.folder import LOCK

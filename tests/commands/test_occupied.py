@@ -8,7 +8,8 @@ import time
 import pytest
 
 from kdtrain import files
-from kdtrain.config import CheckpointConfig, DistillConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import CheckpointConfig
 from kdtrain.errors import UsageError
 from kdtrain.run import folder as module
 from kdtrain.run.folder import LOCK, run_lock, write_description

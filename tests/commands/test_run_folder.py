@@ -16,14 +16,9 @@ from kdtrain import cli
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.commands import distill
-from kdtrain.config import (
-    CheckpointConfig,
-    DataConfig,
-    DistillConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    sections,
-)
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig
+from kdtrain.config.values import sections
 from kdtrain.errors import UsageError
 from kdtrain.files import publish_json, temporary_name
 from kdtrain.run.folder import (

@@ -12,7 +12,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.config import DataConfig
+from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import SPLITS, assign, by_hash, cut, documents, rank, stated_text
 from kdtrain.data.formats import Columns
 from kdtrain.errors import RunError, UsageError

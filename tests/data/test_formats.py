@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.config import DataConfig
+from kdtrain.config.sections import DataConfig
 from kdtrain.data import packing
 from kdtrain.data.corpus import documents
 from kdtrain.data.formats import Columns, Document, row_format

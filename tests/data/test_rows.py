@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kdtrain.config import DataConfig
+from kdtrain.config.sections import DataConfig
 from kdtrain.data import rows
 from kdtrain.data.corpus import documents, has_prompts, stated_text
 from kdtrain.data.formats import Columns

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtrain.config import OptimizerConfig
+from kdtrain.config.sections import OptimizerConfig
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
 from kdtrain.training.optimizers import make_optimizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models import adapters
 from kdtrain.models.export import export_model

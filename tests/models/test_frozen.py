@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models import frozen
 from kdtrain.models.adapters import frozen_digest, frozen_names, merged_state, restrict

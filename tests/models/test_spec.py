@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec, paths_of, read_spec
 from kdtrain.testing import tiny_model, write_model_folder

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kdtrain.config import MonitorConfig
+from kdtrain.config.sections import MonitorConfig
 from kdtrain.monitor import record
 from kdtrain.monitor.record import Event, RunRecord
 from kdtrain.monitor.writers import Writers

@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-from kdtrain.config import MonitorConfig
-from kdtrain.errors import UsageError
-from kdtrain.monitor.progress import log, setup_logging, warn_early
+from kdtrain.config.sections import MonitorConfig
+from kdtrain.errors import UsageError, log, warn_early
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.writers import Writers
 
 PLAIN = MonitorConfig(log_to="none")

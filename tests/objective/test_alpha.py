@@ -10,7 +10,7 @@ from objective_reference import problem
 from test_online import teacher_of
 
 from kdtrain.cache.format.manifest import Manifest
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import UsageError
 from kdtrain.objective.alpha import MeasuredAlpha, of_before

@@ -15,7 +15,7 @@ from wrap_script import Counted
 from kdtrain import cli
 from kdtrain.models.head import layers_of
 from kdtrain.parallel.parallelize import fsdp
-from kdtrain.precision.backends import formats_of
+from kdtrain.precision.formats import formats_of
 from kdtrain.ranks import on_main, process_group
 from kdtrain.run import recipe as module
 from kdtrain.run.build import build

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import dynamic_module_utils
 
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.adapters import inject
 from kdtrain.models.attention import CAUSAL

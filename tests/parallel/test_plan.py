@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kdtrain.config import ParallelConfig
+from kdtrain.config.sections import ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.parallel.memory_plan import GIB, USABLE, Job, choose, estimated
 from kdtrain.parallel.memory_plan import MemoryPlan as Plan

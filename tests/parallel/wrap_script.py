@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kdtrain.checkpoint import shards
-from kdtrain.config import OptimizerConfig
+from kdtrain.config.sections import OptimizerConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import layers_of, split
 from kdtrain.monitor.histograms import histograms

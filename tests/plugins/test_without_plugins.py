@@ -1,64 +1,62 @@
-"""The core alone: what works where the folder of the plugins was deleted."""
+"""kdtrain without its plugins: their folder is deleted from a copy, and the entry points stay."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-import kdtrain
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
-EACH = """
-import json, os, runpy, sys
-import torch, transformers
-sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
-for argv in json.loads(sys.argv[1]):
-    if not (child := os.fork()):
-        torch.set_num_threads(1)
-        sys.argv = ["kdtrain", *argv]
-        code = 0
-        try:
-            runpy.run_module("kdtrain", run_name="__main__", alter_sys=True)
-        except SystemExit as ended:
-            code = ended.code or 0
-        sys.stdout.flush()
-        os._exit(code)
-    print("code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-import kdtrain as kd
-print("runs", json.dumps([run["status"] for run in kd.runs("run")]))
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = """
+import sys
+from kdtrain import cli
+for words in (
+    ["--help"],
+    ["cache-teacher", *"--teacher teacher --data text.txt --out cache --seq-len 32 --num-sequences 16".split(),
+     *"--validation-sequences 4 --top-k 8 --precision fp32".split()],
+    *(["distill", *"--cache cache --student student.toml --out run --batch-size 4 --no-compile --eval-freq 2".split(),
+       *"--precision fp32 --steps".split(), steps] for steps in ("2", "4")),
+    ["evaluate", "--student", "run", "--cache", "cache"],
+    ["export", "run", "--out", "exported"],
+    ["distill", "--collect-tensors", "*"],
+    ["distill", "--on-event", "true"],
+    ["sweep", "arms.toml"],
+):
+    try:
+        cli.main(words)
+    except SystemExit as end:
+        assert end.code == (2 if {*words} & {"--collect-tensors", "--on-event", "sweep"} else 0), words
+assert not any(name.startswith("kdtrain.plugins") for name in sys.modules)
 """
-"""Runs each command of its first argument in a fork; prints their exit codes, and the runs that the library reads."""
 
 
-def test_a_cache_a_run_its_resume_and_an_evaluation_need_no_plugin(tmp_path):
-    shutil.copytree(
-        Path(kdtrain.__file__).parent, tmp_path / "kdtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__")
-    )
+def test_the_main_job_runs_and_resumes_where_the_folder_of_plugins_is_deleted(tmp_path):
+    site = tmp_path / "site"
+    shutil.copytree(ROOT / "kdtrain", site / "kdtrain", ignore=shutil.ignore_patterns("__pycache__", "plugins"))
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert {"kdtrain.commands", "kdtrain.sections", "kdtrain.observers", "kdtrain.teachers"} <= groups.keys()
+    info = site / "kdtrain-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kdtrain\nVersion: 0\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in each.items()) for group, each in groups.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
     write_model_folder(tmp_path / "teacher", tiny_model("llama", 300, seed=1), tiny_tokenizer(300))
     shape = "".join(f"{key} = {json.dumps(value)}\n" for key, value in SHAPES["llama"].items())
-    (tmp_path / "s.toml").write_text(f"tokenizer = 'teacher'\n\n[config]\n{shape}")
-    (tmp_path / "t.txt").write_text("".join(f"{number} squared is {number * number}.\n" for number in range(400)))
-    text = ("--data", "t.txt", "--seq-len", "32", "--num-workers", "0", "--validation-sequences", "4")
-    fp32 = ("--precision", "fp32")
-    run = ("distill", "--cache", "cache", "--student", "s.toml", "--out", "run", "--batch-size", "4", "--no-compile")
-    commands = [
-        ("cache-teacher", "--teacher", "teacher", *text, "--num-sequences", "16", "--out", "cache", *fp32),
-        (*run, *fp32, "--steps", "2"),
-        (*run, *fp32, "--steps", "4", "--resume", "latest"),
-        ("evaluate", "--student", "run", "--cache", "cache"),
-        ("--help",),
-        ("sweep", "x.toml"),
-        (*run, *fp32, "--on-event", "true"),
-        (*run, *fp32, "--log-to", "wandb"),
-    ]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    words = [sys.executable, "-c", EACH, json.dumps(commands)]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
-    codes = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("code ")]
-    assert codes == [0, 0, 0, 0, 0, 2, 2, 2], done.stderr
-    assert 'runs ["done 4/4"]' in done.stdout and not (tmp_path / "run/tensorboard").exists()
-    assert "  distill " in done.stdout and "  compare " not in done.stdout
-    for refused in ("unknown command 'sweep'", "--on-event needs kdtrain/plugins/loggers", "--log-to wandb is unknown"):
-        assert f"kdtrain: {refused}" in done.stderr
+    (tmp_path / "student.toml").write_text(f"tokenizer = 'teacher'\n\n[config]\n{shape}")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} and {n + 1} are {2 * n + 1}. " * 8 for n in range(60)))
+    only = f"sys.path.insert(0, {str(site)!r})\n"
+    only += "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in getattr(each, '__module__', '')]\n"
+    code = COMMANDS.replace("from kdtrain", f"{only}from kdtrain", 1)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resum" in done.stderr and json.loads((tmp_path / "run/result.json").read_text())["step"] == 4
+    assert "--collect-tensors: no such option" in done.stderr and "unknown command 'sweep'" in done.stderr
+    assert "--on-event needs kdtrain/plugins/loggers" in done.stderr and not (tmp_path / "run/tensorboard").exists()
+    assert (tmp_path / "exported/model.safetensors").exists()

@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.utils.output_capturing import _active_collector
 
 import kdtrain as kd
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.models.adapters import restrict
 from kdtrain.models.head import layers_of, split
 from kdtrain.models.loading import checkpoint_activations

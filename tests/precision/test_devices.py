@@ -5,7 +5,8 @@ import torch
 
 from kdtrain.models.head import split
 from kdtrain.precision.backends import FormatChoice, choose, make_recipe
-from kdtrain.precision.linear import Switch, convert
+from kdtrain.precision.linear import convert
+from kdtrain.precision.modes import Switch
 from kdtrain.testing import tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

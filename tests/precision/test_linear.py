@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kdtrain.config import LoraConfig
+from kdtrain.config.sections import LoraConfig
 from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao, capability
 from kdtrain.precision.emulated import FormatRecipe, quantized_linear
-from kdtrain.precision.linear import Emulated, Switch, convert
+from kdtrain.precision.linear import Emulated, convert
+from kdtrain.precision.modes import Switch
 from kdtrain.testing import tiny_model
 
 FP8 = FormatRecipe("tensorwise", gradient="e5m2")

@@ -5,9 +5,10 @@ import shutil
 import pytest
 import torch
 
-from kdtrain.config import PrecisionConfig, QuantizationConfig
+from kdtrain.config.sections import PrecisionConfig, QuantizationConfig
 from kdtrain.precision import modes
-from kdtrain.precision.backends import formats_of, policy
+from kdtrain.precision.backends import policy
+from kdtrain.precision.formats import formats_of
 from kdtrain.precision.modes import autocast, has_bf16, pick_mode, why_not_compile
 
 CPU = torch.device("cpu")

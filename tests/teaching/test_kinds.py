@@ -10,8 +10,8 @@ import torch
 import kdtrain as kd
 from kdtrain.cache.format.codec import keep
 from kdtrain.cache.write.answers import ShardAnswers
-from kdtrain.config import CodecConfig, DataConfig
 from kdtrain.config.choices import TEACHERS
+from kdtrain.config.sections import CodecConfig, DataConfig
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student, model_digest
 from kdtrain.models.spec import ModelSpec, read_spec

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kdtrain import faults
-from kdtrain.config import (
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import (
     CheckpointConfig,
-    DistillConfig,
     GuardsConfig,
     MonitorConfig,
     ObjectiveConfig,

@@ -7,7 +7,7 @@ import random
 import pytest
 from training_kit import ending, trained
 
-from kdtrain.config import StoppingConfig
+from kdtrain.config.sections import StoppingConfig
 from kdtrain.training.guards import EarlyStopping
 from kdtrain.training.state import load_saved
 

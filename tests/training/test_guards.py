@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kdtrain.config import OptimizerConfig, StoppingConfig
+from kdtrain.config.sections import OptimizerConfig, StoppingConfig
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import tiny_model
 from kdtrain.training.guards import GradientExplosion, non_finite

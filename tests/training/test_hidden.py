@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kdtrain.config import ObjectiveConfig
+from kdtrain.config.sections import ObjectiveConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import layer_widths, split
 from kdtrain.models.loading import checkpoint_activations

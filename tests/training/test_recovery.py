@@ -14,7 +14,7 @@ from kdtrain.data import order
 from kdtrain.errors import RunError
 from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.objective.measured import MOST
-from kdtrain.training import recovery, step, trainer
+from kdtrain.training import nan_hooks, step, trainer
 from kdtrain.training.recovery import Recovery
 from kdtrain.training.step import Status, StepResult
 
@@ -235,7 +235,7 @@ def test_a_bundle_that_cannot_be_written_is_a_warning_and_the_run_goes_on(worksh
     def full(*arguments):
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(recovery, "write_bundle", full)
+    monkeypatch.setattr(nan_hooks, "write_bundle", full)
     with workshop.run(train=workshop.source(40, broken=tuple(order.batch(0, 0, 4, 40).tolist()[:1])), steps=3) as run:
         run.fit()
     assert (run.state.progress.step, run.state.progress.skips) == (3, 1)

@@ -10,7 +10,8 @@ from torch import nn
 from training_kit import events, lines_of, trained
 
 from kdtrain.config.sections import QuantizationConfig
-from kdtrain.monitor.progress import log, one_line
+from kdtrain.errors import log
+from kdtrain.monitor.progress import one_line
 from kdtrain.monitor.rules import History
 from kdtrain.monitor.writers import Writers
 from kdtrain.precision.loss_scale import LossScale

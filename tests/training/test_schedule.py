@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.config.sections import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import UsageError
 from kdtrain.objective.alpha import build_alpha
 from kdtrain.training.schedule import decay_start, decay_steps, learning_rate, validation_interval, warmup_steps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.config import ObjectiveConfig, OptimizerConfig
+from kdtrain.config.sections import ObjectiveConfig, OptimizerConfig
 from kdtrain.errors import RunError
 from kdtrain.models.head import split
 from kdtrain.objective.loss import DistillationLoss

@@ -11,20 +11,19 @@ processes may write to one download, which the digest finds.
 """
 
 import hashlib
-import logging
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, read_manifest
-from kdtrain.errors import RunError, UsageError, as_path, printable, writing
+from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, check_sizes, read_manifest
+from kdtrain.errors import RunError, UsageError, log, printable, writing
 from kdtrain.files import (
     LARGE,
     MEDIUM,
@@ -43,11 +42,6 @@ from kdtrain.files import (
 )
 from kdtrain.net.address import Address, Unreachable, offline, parse_address
 from kdtrain.sandbox import home
-
-if TYPE_CHECKING:
-    from kdtrain.cache.read.reader import LocalCache
-
-log = logging.getLogger("kdtrain")
 
 _THREADS = 2
 """That fetch ahead."""
@@ -170,15 +164,13 @@ class Remote:
                     self._fetching.discard(record["name"])
 
 
-def open_cache(where: Path | str) -> "LocalCache":
-    """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
-    from kdtrain.cache.read.reader import LocalCache  # with torch, which what asks for a manifest does without
-
-    folder = as_path(where, "where")
-    if (address := parse_address(where)) is None:
-        return LocalCache(folder)
-    remote = open_remote(address)
-    return LocalCache(remote.folder, remote.manifest, remote)
+def stated_by(where: Path | str) -> tuple[str, Manifest]:
+    """What a cache is called and states, before torch is needed. UsageError, RunError: as `open_cache`."""
+    if (address := parse_address(where)) is not None:
+        return str(address), open_remote(address).manifest
+    manifest = read_manifest(where)
+    check_sizes(where, manifest)
+    return str(Path(where)), manifest
 
 
 def open_remote(address: Address) -> Remote:

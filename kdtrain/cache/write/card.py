@@ -5,7 +5,6 @@ A card ends in a check sum of itself: one that somebody has changed, or written,
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,10 +12,9 @@ from pathlib import Path
 
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, parent_lines
+from kdtrain.errors import log
 from kdtrain.files import LARGE, publish_text, read_text
 from kdtrain.tables import facts_table, markdown, markdown_text
-
-log = logging.getLogger("kdtrain")
 
 CARD = "README.md"
 _PARENTS = 20  # that a card lists

@@ -29,7 +29,7 @@ from kdtrain.cache.write import fidelity
 from kdtrain.cache.write.answers import ShardAnswers
 from kdtrain.cache.write.shard_writer import intact_record
 from kdtrain.cache.write.writer import CacheBuilder
-from kdtrain.config import CodecConfig
+from kdtrain.config.sections import CodecConfig
 from kdtrain.data.corpus import by_hash, rank
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, as_whole

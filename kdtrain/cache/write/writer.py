@@ -14,7 +14,6 @@ batches live at once; every rank reads all of the data, and waits for the slowes
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
@@ -48,11 +47,9 @@ from kdtrain.cache.write.shard_writer import (
     publish_shard,
 )
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, writing
+from kdtrain.errors import RunError, UsageError, log, writing
 from kdtrain.files import PUBLISH_POINTS, json_digest, set_aside
 from kdtrain.ranks import all_gather_object, rank, world_size
-
-log = logging.getLogger("kdtrain")
 
 _PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.card", "cache.manifest")
 FAULT_POINTS = (
@@ -172,8 +169,7 @@ class CacheBuilder:
         """The next shards, up to one for each rank."""
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
-        span = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
-        self.measured: tuple[Any, Any] = (None, span if settings.codec.taught else None)
+        self.measured: tuple[Any, Any] = (None, codec.stated_range(settings.codec) if settings.codec.taught else None)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
         """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`."""

@@ -11,17 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kdtrain.cache.format.codec import draw_points, grid_offset
+from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
-from kdtrain.cache.tools.merge_plan import MIXTURE
+from kdtrain.cache.format.spec import MIXTURE, grid_offset
+from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.tools.self_check import other_row
-from kdtrain.config import Weights
-from kdtrain.errors import UsageError
+from kdtrain.config.choices import Weights
+from kdtrain.errors import UsageError, log
 from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
 from kdtrain.models.tokenizer import tokenizer_digest
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.audit import AuditConfig
 from kdtrain.plugins.audit.diagnose import (

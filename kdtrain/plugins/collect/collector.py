@@ -30,9 +30,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kdtrain.errors import UsageError
+from kdtrain.errors import UsageError, log
 from kdtrain.files import published, set_aside
-from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.collect.options import CollectConfig
 from kdtrain.precision.emulated import ELEMENTS, FormatRecipe, mx_scale, quantized_operand

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kdtrain.cli import register_module
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import option, refuse
 
 

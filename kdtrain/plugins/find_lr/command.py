@@ -19,23 +19,32 @@ from typing import Any
 import torch
 
 from kdtrain.commands.distill import train
-from kdtrain.config import DistillConfig
+from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import USUAL_STEPS, configured, flag
-from kdtrain.errors import RunError, UsageError, making, refuse_no_path, writing
-from kdtrain.files import Lock, publish_text, published, read_json, remove_empty, remove_file, rename_over, temporary_of
-from kdtrain.models.adapters import is_adapter
-from kdtrain.models.loading import is_model_folder
-from kdtrain.monitor.progress import hushed, log, setup_logging
+from kdtrain.errors import RunError, UsageError, log, making, refuse_no_path, writing
+from kdtrain.files import (
+    Lock,
+    make_writable,
+    publish_text,
+    published,
+    read_json,
+    remove_empty,
+    remove_file,
+    rename_over,
+    temporary_of,
+)
+from kdtrain.models.loading import is_adapter, is_model_folder
+from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.run.data_plan import open_sources
-from kdtrain.run.folder import deciding, make
+from kdtrain.run.folder import deciding
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, show
 from kdtrain.training.schedule import total_steps
+from kdtrain.training.sources.cached import open_sources
 from kdtrain.training.validate import validate
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
@@ -115,7 +124,7 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
             for each in out.iterdir() if out.is_dir() else [out]:
                 if each.name != LOCK and temporary_of(each.name) != RECORD:
                     raise UsageError(f"--out {out} holds something else ({each.name}); name another folder")
-        stack.callback(remove_empty, make(out))
+        stack.callback(remove_empty, make_writable(out))
     stack.callback(Lock(out / LOCK, f"another process searches in {out}; wait for it").release)
 
 

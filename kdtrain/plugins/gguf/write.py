@@ -23,13 +23,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, log, printable
 from kdtrain.imports import optional
-from kdtrain.models.adapters import merged_state, refuse_overflow
+from kdtrain.models.adapters import merged_state
 from kdtrain.models.export import complete_generation
-from kdtrain.models.loading import whole_model
+from kdtrain.models.loading import refuse_overflow, whole_model
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
-from kdtrain.monitor.progress import log
 from kdtrain.plugins.gguf.check import write_checked
 from kdtrain.plugins.gguf.header import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from kdtrain.plugins.gguf.pretokenizers import PRE_TOKENIZERS

@@ -9,9 +9,9 @@ import importlib.util
 import time
 from pathlib import Path
 
-from kdtrain.errors import UsageError, writing
-from kdtrain.files import make_folder, publish_text
-from kdtrain.monitor.progress import log, setup_logging
+from kdtrain.errors import UsageError, log, writing
+from kdtrain.files import make_writable, publish_text
+from kdtrain.monitor.progress import setup_logging
 from kdtrain.plugins.papers import DemoConfig, PlotConfig
 from kdtrain.plugins.papers.compare import compare
 from kdtrain.plugins.papers.jobs import read_sweep
@@ -75,7 +75,7 @@ def main(config: DemoConfig) -> int:
     text = FILE.format(**settings, name=file, seeds=list(range(config.seeds)))
     _refuse_foreign(config.out, file, text)
     with writing(file):
-        make_folder(config.out)
+        make_writable(config.out)
         publish_text(file, text, "demo.record")
     sweep = read_sweep(file, config.out)
     groups = run(sweep, at_once=1)

@@ -47,11 +47,11 @@ from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.checkpoint.store import Store
 from kdtrain.cli import missing
-from kdtrain.config import CacheTeacherConfig, DistillConfig, EvaluateConfig, shareable
-from kdtrain.config.values import configured, flag, options_of
-from kdtrain.errors import RunError, UsageError, refuse_no_path, writing
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import DistillConfig, EvaluateConfig
+from kdtrain.config.values import configured, flag, options_of, shareable
+from kdtrain.errors import RunError, UsageError, log, refuse_no_path, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_json, read_sealed, read_toml, typed
-from kdtrain.monitor.progress import log
 from kdtrain.monitor.record import SWEEP, RunRecord
 from kdtrain.process import handling
 from kdtrain.registry import nearest

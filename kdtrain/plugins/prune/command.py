@@ -7,23 +7,30 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.read.reader import CacheReader
-from kdtrain.cache.read.remote import open_cache
-from kdtrain.errors import UsageError
-from kdtrain.files import Lock, file_digest, hidden_lock, json_digest, make_folder, refuse_displacing, sweep
+from kdtrain.cache.read.reader import CacheReader, open_cache
+from kdtrain.errors import UsageError, log
+from kdtrain.files import (
+    Lock,
+    file_digest,
+    hidden_lock,
+    json_digest,
+    make_folder,
+    refuse_displacing,
+    refuse_no_folder,
+    sweep,
+)
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import split
 from kdtrain.models.loading import architecture, check_fits, load_teacher, model_digest
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import LOCAL, paths_of, read_spec
 from kdtrain.models.tokenizer import digest_of, tokenizer_files
-from kdtrain.monitor.progress import bar, log, setup_logging
+from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.plugins.prune import PruneConfig
 from kdtrain.plugins.prune.cut import Shape, choose, prune, pruned_config, roles_of, wanted_shape
 from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
-from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import columns, number, short, show
 from kdtrain.teaching.local import LocalTeacher
 

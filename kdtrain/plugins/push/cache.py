@@ -1,7 +1,6 @@
 """A cache as a data set: its verified files, a card with licences, and a preview, because the hub shows no HDF5."""
 
 import json
-import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -11,13 +10,11 @@ import kdtrain as kd
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, maker, read_manifest
 from kdtrain.cache.write.card import CARD, is_card, license_lines, make_card
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import parse_json, typed
 from kdtrain.net.address import Address
 from kdtrain.plugins.push import LICENSES, PushConfig
 from kdtrain.tables import markdown_text
-
-log = logging.getLogger("kdtrain")
 
 PREVIEW = "preview.parquet"
 _ROWS, _POSITIONS, _ENTRIES = 100, 64, 5

@@ -5,7 +5,6 @@ or the export's sealed record names and the digests vouch for, nothing else that
 """
 
 import hashlib
-import logging
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, TypedDict
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.write.card import CARD
-from kdtrain.errors import UsageError, printable
+from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
     MEDIUM,
     file_digest,
@@ -32,8 +31,6 @@ from kdtrain.plugins.push import PushConfig
 from kdtrain.plugins.push.cache import Upload, plan_cache
 from kdtrain.run.path_kind import is_run
 from kdtrain.tables import show
-
-log = logging.getLogger("kdtrain")
 
 
 class _Origin(TypedDict):

@@ -33,8 +33,7 @@ from urllib.parse import urlsplit
 import msgspec
 import requests
 
-from kdtrain.errors import RunError, UsageError, printable, shown_address
-from kdtrain.monitor.progress import log
+from kdtrain.errors import RunError, UsageError, log, printable, shown_address
 from kdtrain.net.address import ALLOW_HTTP, is_inside
 from kdtrain.net.request import LATER, Passing, Session, body, reason, retry_after
 from kdtrain.plugins.served.answers import Choice, Wrong

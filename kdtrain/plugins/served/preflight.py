@@ -23,9 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import Arrays
-from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.models.spec import ModelSpec
-from kdtrain.monitor.progress import log
 from kdtrain.plugins.served.answers import Answers, Choice, Span, read_text, read_top, text_parameters
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered, quoted
 from kdtrain.plugins.served.fingerprint import LENGTH, LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest

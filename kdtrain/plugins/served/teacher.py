@@ -30,14 +30,12 @@ from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.tools.kept_mass import kept_mass
 from kdtrain.cache.tools.self_check import examine
-from kdtrain.cache.write.answers import Encode, ShardAnswers
-from kdtrain.cache.write.shard_writer import ShardRows
-from kdtrain.config import CodecConfig
-from kdtrain.errors import RunError, UsageError
+from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.config.sections import CodecConfig
+from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest
 from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
-from kdtrain.monitor.progress import log
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.served.answers import Span, answers_of, spans_of
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered

@@ -6,7 +6,7 @@ reading thread waits for that stream. On a CPU nothing is copied.
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Order
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.batch import Batch
-from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.training.sources.source import Growing, Source, SourceRequest, order_of
+
+if TYPE_CHECKING:
+    from kdtrain.teaching.online import OnlineTeacher
 
 _PIN_LIMIT = 2**30
 """Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""
@@ -40,7 +42,7 @@ def build_source(
     source: Source,
     device: torch.device,
     vocab_size: int,
-    teacher: OnlineTeacher | None = None,
+    teacher: "OnlineTeacher | None" = None,
     layers: tuple[int, ...] = (),
 ) -> Source:
     """Return `source` as a student reads it; see `StudentSource`."""
@@ -67,7 +69,7 @@ class StudentSource:
         source: Source,
         device: torch.device,
         vocab_size: int,
-        teacher: OnlineTeacher | None = None,
+        teacher: "OnlineTeacher | None" = None,
         layers: tuple[int, ...] = (),
     ) -> None:
         self.source, self.device, self.vocab_size = source, device, vocab_size

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kdtrain import faults
-from kdtrain.config import DataConfig, DistillConfig, LoraConfig, ObjectiveConfig, OptimizerConfig, rates
-from kdtrain.config.sections import QuantizationConfig
+from kdtrain.config import rates
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import DataConfig, LoraConfig, ObjectiveConfig, OptimizerConfig, QuantizationConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
 from kdtrain.parallel import memory_plan

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from kdtrain.config import MonitorConfig
+from kdtrain.config.sections import MonitorConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.writers import Writers
 from kdtrain.plugins.loggers import TensorBoard, WeightsAndBiases

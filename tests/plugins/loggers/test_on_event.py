@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.config import MonitorConfig
-from kdtrain.errors import UsageError
-from kdtrain.monitor.progress import log
+from kdtrain.config.sections import MonitorConfig
+from kdtrain.errors import UsageError, log
 from kdtrain.monitor.writers import Writers
 from kdtrain.plugins.loggers import on_event
 from kdtrain.plugins.loggers.on_event import EVENTS, EventCommand

@@ -14,7 +14,7 @@ import requests
 import torch
 
 import kdtrain as kd
-from kdtrain.config import CodecConfig, DataConfig
+from kdtrain.config.sections import CodecConfig, DataConfig
 from kdtrain.plugins.served import teacher
 from kdtrain.plugins.served.fingerprint import Fingerprint
 from tests.captures import PREFLIGHT, begun, capture, content, rows

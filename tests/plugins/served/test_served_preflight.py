@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.config import CodecConfig, DataConfig
+from kdtrain.config.sections import CodecConfig, DataConfig
 from kdtrain.models.spec import ModelSpec
 from kdtrain.plugins.served import preflight
 from kdtrain.plugins.served.options import RunServerConfig, ServerConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kdtrain as kd
-from kdtrain.config import DataConfig, ObjectiveConfig, TextConfig
+from kdtrain.config.sections import DataConfig, ObjectiveConfig, TextConfig
 from kdtrain.plugins.served.engine_samples import SampleRequest, sample
 from kdtrain.plugins.served.options import RunServerConfig
 from kdtrain.training.sources.plan import PlanRequest

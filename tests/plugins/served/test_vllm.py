@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
 from kdtrain.cache.format.codec import CodecSpec, encode_sequences
-from kdtrain.config import CodecConfig, DataConfig, TextConfig
+from kdtrain.config.sections import CodecConfig, DataConfig, TextConfig
 from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
 from kdtrain.plugins.served.answers import Entry

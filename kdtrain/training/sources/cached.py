@@ -1,9 +1,7 @@
 """The plan of finished caches (`training.sources.plan`), and how the splits of a run are opened.
 
 A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
-and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
-server reads a cache in its own folder too, which is captured while the student trains (`cache.write.live_capture`):
-there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
+and the same order, in constant memory, and a resumed run does not tokenize again.
 
 The plans that make data are imported by their names (`config.choices.PLANS`): a run of a finished cache imports none.
 """
@@ -11,18 +9,16 @@ The plans that make data are imported by their names (`config.choices.PLANS`): a
 from collections.abc import Sequence
 from pathlib import Path
 
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.cache.read.remote import open_cache
-from kdtrain.config import DistillConfig
+from kdtrain.cache.read.reader import LocalCache, open_cache
+from kdtrain.config.commands import DistillConfig
 from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.training.sources.build import open_source
-from kdtrain.training.sources.mixture import mix
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Source, SourceRequest
 
 
 class CachedData(DataPlan):
-    """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
+    """One cache or a mixture of several, or another --source without text."""
 
     def __init__(self, config: DistillConfig, caches: Sequence[str | LocalCache]) -> None:
         self.sources = open_sources(config, caches)
@@ -49,5 +45,7 @@ def open_sources(config: DistillConfig, places: Sequence[Path | str | LocalCache
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
         found[split] = [open_source(config.source, each) for each in requests]
     if len(caches) > 1:
+        from kdtrain.training.sources.mixture import mix
+
         return mix(found, config.cache_weights or None)
     return {split: members[0] for split, members in found.items()}
