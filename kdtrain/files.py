@@ -466,20 +466,6 @@ def aside_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
 
-def mib(paths: list[Path]) -> float:
-    """MiB of files and folders; a file with several names counts once, and links are not followed."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path in paths:
-        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
-            try:
-                status = each.lstat()
-            except FileNotFoundError:  # removed by a run that is training
-                continue
-            if not stat.S_ISDIR(status.st_mode):
-                sizes[status.st_dev, status.st_ino] = status.st_size
-    return round(sum(sizes.values()) / 2**20, 1)
-
-
 def files_below(folder: Path) -> dict[str, Path]:
     """Every file in a folder and the folders inside, by its path there, in order."""
     return {each.relative_to(folder).as_posix(): each for each in sorted(folder.rglob("*")) if each.is_file()}

@@ -23,8 +23,8 @@ from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
-from kdtrain.monitor.on_event import EVENTS
 from kdtrain.monitor.rules import RULES
+from kdtrain.plugins.loggers.on_event import EVENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

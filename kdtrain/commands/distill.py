@@ -97,8 +97,8 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
         length = on_main(run.new_length) if recipe.resumed else None  # before environment.json has the new one
         run.write_metadata()
         with run.recording_failure():
-            # the commands for the last events end, if the logs were opened
-            stack.callback(lambda: trainer.writers.end_on_event(trainer.state.progress.step))
+            # what observers do about the last events ends, if the logs were opened
+            stack.callback(lambda: trainer.writers.end_observers(trainer.state.progress.step))
             run.open(init=None if loaded is None else "loaded")
             run.log_start(loaded, length)
             run.fit()

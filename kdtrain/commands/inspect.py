@@ -28,10 +28,10 @@ from kdtrain.commands.cache_result import next_step
 from kdtrain.config.commands import InspectConfig
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import aside_in, mib, open_regular, read_json, typed
+from kdtrain.files import aside_in, open_regular, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
 from kdtrain.monitor import facts as of_run
-from kdtrain.monitor.facts import TAIL, quoted
+from kdtrain.monitor.facts import TAIL, mib, quoted
 from kdtrain.monitor.measures import evaluations, tested
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table

@@ -1,4 +1,4 @@
-"""What installed packages and plugins add to the commands: commands, sections of options, and observers of steps.
+"""What installed packages and plugins add to the commands: commands, sections of options, and observers of runs.
 
 `kdtrain.cli` registers the built-in commands. A section is a dataclass of options that a plugin adds to `distill` or
 `cache-teacher`: it appears in `--help`, TOML files and completion like any other, and its values are in
@@ -14,7 +14,7 @@ from kdtrain.registry import Registry
 
 COMMANDS = Registry("kdtrain", "kdtrain.commands", "kdtrain.cli", {})
 OBSERVERS = Registry("the observer", "kdtrain.observers", __name__, {})
-"""Functions that make an observer of a run's steps (`kdtrain.training.observers`)."""
+"""Functions that make an observer of a run's steps and events (`kdtrain.training.observers`)."""
 
 Main = Callable[[Any], int | None]
 """A configuration -> the exit code, None for 0."""
@@ -63,7 +63,7 @@ def register_section(name: str, kinds: Mapping[str, type]) -> None:
 
 
 def register_observer(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
-    """Decorator: call a function for each run that is built; the observer that it returns sees the run's steps.
+    """Decorator: call a function for each run that is built; the observer that it returns sees its steps and events.
 
     The function gets an `ObserverRequest`, and returns None for a run that it does not observe. Its module should
     import nothing heavy.

@@ -5,7 +5,9 @@ strangers: `kdtrain.tables` escapes it, and a number that is none is a `-`.
 """
 
 import math
+import os
 import shlex
+import stat
 import textwrap
 import time
 from collections import Counter
@@ -116,6 +118,20 @@ def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
         "seconds": result.get("seconds"),
         "warnings": sum(each.level != "info" for each in record.events),
     }
+
+
+def mib(paths: list[Path]) -> float:
+    """MiB of files and folders; a file with several names counts once, and links are not followed."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
+            try:
+                status = each.lstat()
+            except FileNotFoundError:  # removed by a run that is training
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return round(sum(sizes.values()) / 2**20, 1)
 
 
 def watch_line(record: RunRecord, line: str) -> str:

@@ -22,7 +22,6 @@ from kdtrain.errors import RunError, UsageError, early_warnings, log, warn_early
 from kdtrain.files import publish_text
 from kdtrain.monitor.histograms import histograms
 from kdtrain.monitor.loggers import Logger
-from kdtrain.monitor.on_event import EventCommand
 from kdtrain.monitor.record import lines
 from kdtrain.ranks import copies
 
@@ -37,15 +36,22 @@ class Writers:
         resume_step: the step from which the run resumes; lines of later steps are removed.
         validated_step: the last step whose validation the run has; validations of later steps are removed.
         config: which loggers to use.
+        observers: of the run; they get its events (`kdtrain.training.observers`).
 
     Raises:
         UsageError: a log is not a regular file.
         RunError: a logger does not start.
     """
 
-    def __init__(self, folder: Path, resume_step: int, validated_step: int | None, config: MonitorConfig) -> None:
-        self.folder = folder
-        self.on_event = None if config.on_event is None else EventCommand(config.on_event, str(folder))
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int,
+        validated_step: int | None,
+        config: MonitorConfig,
+        observers: Sequence[Any] = (),
+    ) -> None:
+        self.folder, self.observers = folder, observers
         self.loggers: list[Logger] = [LOGGERS.get(name)(folder, text, resume_step) for name, text in config.loggers]
         self.shows_histograms, self.failure = bool(self.loggers), ""
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -70,7 +76,7 @@ class Writers:
         }
         for logger in self.loggers:
             logger.scalars(step, shown)
-        self._report_on_event(step)
+        self._report_failures(step)
 
     def event(self, kind: str, step: int, level: Level = "info", **details: Any) -> None:
         """Write an intervention (start, resume, stop, best, ...) with its time in seconds since 1970.
@@ -78,8 +84,8 @@ class Writers:
         The `failure` of a run stays its last event.
         """
         record = {"time": time.time(), "event": kind, "level": level, "step": step, **details}
-        if self.on_event is not None:  # first: the disk may be full
-            self.on_event.send(record)
+        for each in self.observers:  # first: the disk may be full
+            each.event(record)
         path, text = self.folder / "events.jsonl", json.dumps(record) + "\n"
         if self.failure:
             publish_text(path, path.read_text().removesuffix(self.failure) + text + self.failure, "monitor.failure")
@@ -129,16 +135,17 @@ class Writers:
         for logger in self.loggers:
             logger.rewind(step)
 
-    def _report_on_event(self, step: int) -> None:
-        if self.on_event is not None and (text := self.on_event.failure()) is not None:
-            self.warning("on-event", step, text)
+    def _report_failures(self, step: int) -> None:
+        for each in self.observers:
+            if (failure := each.failure()) is not None:
+                self.warning(failure[0], step, failure[1])
 
-    def end_on_event(self, step: int) -> None:
-        """Give the command of `--on-event` a few seconds for the last events."""
-        if self.on_event is not None:
-            self.on_event.close()
-            with suppress(OSError, RunError):  # a full disk may be what the last event was about
-                self._report_on_event(step)
+    def end_observers(self, step: int) -> None:
+        """Give observers a few seconds for the last events."""
+        for each in self.observers:
+            each.close()
+        with suppress(OSError, RunError):  # a full disk may be what the last event was about
+            self._report_failures(step)
 
     def close(self) -> None:
         """Close everything; `event` still works, for the file."""
@@ -156,7 +163,7 @@ class SilentWriters(Writers):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    metrics = event = samples = hyperparameters = rewind = end_on_event = close = _nothing
+    metrics = event = samples = hyperparameters = rewind = end_observers = close = _nothing
 
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's parts of sharded tensors to the histograms of rank 0."""

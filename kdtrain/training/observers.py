@@ -1,4 +1,4 @@
-"""Observers of optimizer steps: code that looks at tensors while a step runs, without an edit of `step`.
+"""Observers of a run: code that looks at tensors while a step runs, without an edit of `step`, and at events.
 
 A `Stepper` calls each of its observers before and after the forward and the backward of every micro-batch, and before
 and after the optimizer's update. An observer changes nothing: neither weights, gradients nor random numbers. What it
@@ -12,7 +12,7 @@ What it gives up: an observer sees no compiled graph from inside. Hooks on modul
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -73,6 +73,16 @@ class Observer:
 
     def rewound(self, step: int) -> None:
         """Called when a run resumes after `step`, or is rolled back to it: later steps are taken again."""
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Called on rank 0 for each event, as events.jsonl has it, before it is written: the disk may be full."""
+
+    def failure(self) -> tuple[str, str] | None:
+        """Return the kind and the text of a warning of its own, if there is one; asked for after each step."""
+        return None
+
+    def close(self) -> None:
+        """Called on rank 0 at the end of a run whose logs were opened; what it does about events ends here."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ Shape suffixes: B rows, T tokens so far, D width.
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ from kdtrain.monitor.rules import WINDOW, History, Signs, comparable, findings, 
 from kdtrain.monitor.writers import SilentWriters, Writers
 from kdtrain.parallel.parallelize import peaks
 from kdtrain.ranks import is_main, memory_mb, resident_mb
+from kdtrain.training.observers import Observer
 from kdtrain.training.schedule import validation_interval, warmup_steps
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
@@ -113,12 +114,19 @@ class Reporter:
         total: planned steps of the run.
         reads_ahead: whether the training data is read while the step before computes.
         term: what the teacher's part of the loss is called; by default the divergence.
+        observers: get the events of the run.
     """
 
     def __init__(
-        self, config: DistillConfig, student: Student, total: int, reads_ahead: bool = True, term: str | None = None
+        self,
+        config: DistillConfig,
+        student: Student,
+        total: int,
+        reads_ahead: bool = True,
+        term: str | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
-        self.config, self.student, self.total = config, student, total
+        self.config, self.student, self.total, self.observers = config, student, total, observers
         self.writers: Writers = SilentWriters(config.monitor)
         self.bar, self.rate = Bar("distill", total, every=math.inf), Throughput(total)
         self.init = ""
@@ -177,7 +185,7 @@ class Reporter:
         """
         monitor = self.config.monitor
         if is_main():
-            self.writers = Writers(self.config.out, step, validated_step, monitor)
+            self.writers = Writers(self.config.out, step, validated_step, monitor, self.observers)
             self.watches = True
         self.history = self._history(step + 1, samples)
         self.init, self.texts = init, texts

@@ -12,7 +12,7 @@ validation loss is lowest; one at the end of each epoch; a special one at a stop
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -74,7 +74,7 @@ class Trainer:
         seq_len: int,
         wrapper: SingleProcess | None = None,
         adaptive: "Adaptive | None" = None,
-        observers: Iterable[Observer] = (),
+        observers: Sequence[Observer] = (),
         identity: dict[str, object] | None = None,
     ) -> None:
         self.config, self.student, self.validation_source = config, student, validation
@@ -84,7 +84,7 @@ class Trainer:
             student, optimizer, guards=guards, adaptive=adaptive, growing=getattr(train, "growing", None)
         )
         term = train.facts.term(config.objective.divergence)
-        self.reporter = Reporter(config, student, total_steps, train.overlaps, term)
+        self.reporter = Reporter(config, student, total_steps, train.overlaps, term, observers)
         self.checkpoints = Checkpoints(config, self.state, self.reporter, identity or {})
         self.saver, self.store = self.checkpoints.saver, self.checkpoints.store
         self.stepper = Stepper(

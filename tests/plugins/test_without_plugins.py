@@ -19,15 +19,17 @@ for words in (
     ["cache-teacher", *"--teacher teacher --data text.txt --out cache --seq-len 32 --num-sequences 16".split(),
      *"--validation-sequences 4 --top-k 8 --precision fp32".split()],
     *(["distill", *"--cache cache --student student.toml --out run --batch-size 4 --no-compile --eval-freq 2".split(),
-       *"--log-to none --precision fp32 --steps".split(), steps] for steps in ("2", "4")),
+       *"--precision fp32 --steps".split(), steps] for steps in ("2", "4")),
     ["evaluate", "--student", "run", "--cache", "cache"],
     ["export", "run", "--out", "exported"],
     ["distill", "--collect-tensors", "*"],
+    ["distill", "--on-event", "true"],
+    ["sweep", "arms.toml"],
 ):
     try:
         cli.main(words)
     except SystemExit as end:
-        assert end.code == (2 if "--collect-tensors" in words else 0), words
+        assert end.code == (2 if {*words} & {"--collect-tensors", "--on-event", "sweep"} else 0), words
 assert not any(name.startswith("kdtrain.plugins") for name in sys.modules)
 """
 
@@ -55,5 +57,6 @@ def test_the_main_job_runs_and_resumes_where_the_folder_of_plugins_is_deleted(tm
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "resum" in done.stderr and json.loads((tmp_path / "run/result.json").read_text())["step"] == 4
-    assert "--collect-tensors: no such option" in done.stderr
+    assert "--collect-tensors: no such option" in done.stderr and "unknown command 'sweep'" in done.stderr
+    assert "--on-event needs kdtrain/plugins/loggers" in done.stderr and not (tmp_path / "run/tensorboard").exists()
     assert (tmp_path / "exported/model.safetensors").exists()

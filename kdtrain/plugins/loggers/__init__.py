@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases.
+"""TensorBoard, Weights & Biases, and the command of `--on-event`.
 
 After a rollback TensorBoard drops the numbers and histograms of the undone steps and keeps their texts; W&B cannot, and
 shows both attempts over the same steps.
@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kdtrain.config.registered import register_observer
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_text, read_json
 from kdtrain.imports import optional
-from kdtrain.monitor.loggers import Histogram, Logger, register_logger
+from kdtrain.monitor.loggers import Logger, register_logger
 
 METRICS = ("train/loss", "validation/loss", "validation/kl")
 """The metrics beside the hyper-parameters in TensorBoard."""
@@ -45,7 +46,7 @@ class TensorBoard(Logger):
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
 
-    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+    def histograms(self, step: int, found: Mapping[str, Any]) -> None:
         for name, each in found.items():
             self.writer.add_histogram_raw(name, **vars(each), global_step=step)
 
@@ -125,7 +126,7 @@ class WeightsAndBiases(Logger):
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         self.run.log({"step": step, **numbers})
 
-    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+    def histograms(self, step: int, found: Mapping[str, Any]) -> None:
         shown = {  # W&B also needs the lowest edge
             name: self.wandb.Histogram(
                 np_histogram=(each.bucket_counts, [min(each.min, each.bucket_limits[0]), *each.bucket_limits])
@@ -150,3 +151,14 @@ class WeightsAndBiases(Logger):
 
     def close(self) -> None:
         self.run.finish()
+
+
+@register_observer("on-event")
+def command(request: Any) -> Any:
+    """The command of --on-event, which gets the events of a run."""
+    given = request.config.monitor.on_event
+    if given is None:
+        return None
+    from kdtrain.plugins.loggers.on_event import EventCommand
+
+    return EventCommand(given, str(request.config.out))

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.measures import MEASURES, tested
-from kdtrain.monitor.record import Event
 from kdtrain.monitor.runs import LoggedRun, apart, grouped, read_runs
 from kdtrain.tables import Table, short
 
@@ -63,7 +63,7 @@ def read_groups(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[G
     return [Group(runs, name) for name, runs in grouped(read_runs(folders, most))]
 
 
-def interventions(run: LoggedRun) -> list[Event]:
+def interventions(run: LoggedRun) -> list[Any]:
     """The events of a run but starts and checkpoints."""
     return [each for each in run.record.events if each.event not in ("start", "checkpoint")]
 

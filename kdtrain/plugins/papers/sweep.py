@@ -11,8 +11,7 @@ from rich.console import Group as Together
 from rich.live import Live
 
 from kdtrain.errors import RunError, UsageError, log
-from kdtrain.files import mib
-from kdtrain.monitor.facts import ENDED, run_row
+from kdtrain.monitor.facts import ENDED, mib, run_row
 from kdtrain.monitor.progress import bar, console, setup_logging
 from kdtrain.monitor.record import RunRecord
 from kdtrain.plugins.papers import SweepConfig

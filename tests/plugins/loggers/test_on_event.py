@@ -10,9 +10,9 @@ import pytest
 
 from kdtrain.config.sections import MonitorConfig
 from kdtrain.errors import UsageError, log
-from kdtrain.monitor import on_event
-from kdtrain.monitor.on_event import EVENTS, EventCommand
 from kdtrain.monitor.writers import Writers
+from kdtrain.plugins.loggers import on_event
+from kdtrain.plugins.loggers.on_event import EVENTS, EventCommand
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def python(code: str, *argv: object) -> str:
 
 def writers(folder, command) -> Writers:
     folder.mkdir(exist_ok=True)
-    return Writers(folder, 0, None, MonitorConfig(log_to="none", on_event=command))
+    return Writers(folder, 0, None, MonitorConfig(log_to="none"), [EventCommand(command, str(folder))])
 
 
 def test_the_command_gets_each_event_that_matters_in_order_and_no_other(tmp_path):
@@ -38,7 +38,7 @@ def test_the_command_gets_each_event_that_matters_in_order_and_no_other(tmp_path
     made.warning("clipped", 4, "a warning")
     made.event("save", 5, "error", message="the disk is full")
     made.close()
-    made.end_on_event(5)
+    made.end_observers(5)
     got = [json.loads(line) for line in (tmp_path / "got").read_text().splitlines()]
     assert [each["event"] for each in got] == [*sorted(EVENTS), "save"]
     logged = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -51,7 +51,7 @@ def test_the_failure_of_a_run_stays_the_last_event_where_the_command_fails_on_it
     made.event("start", 0)
     made.event("failure", 3, "error", reason="oom", message="out of memory")
     before = (tmp_path / "events.jsonl").read_text().splitlines()
-    made.end_on_event(3)
+    made.end_observers(3)
     after = (tmp_path / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in after] == ["start", "on-event", "failure"]
     assert [after[0], after[2]] == before
@@ -62,7 +62,7 @@ def test_what_an_event_says_never_reaches_a_shell_or_the_command_line(tmp_path):
     made = writers(tmp_path, python(code, tmp_path / "got", "$HOME", "{event}"))
     evil = f"'; touch {tmp_path}/pwned; $(touch {tmp_path}/pwned) `touch {tmp_path}/pwned`\n--flag"
     made.warning("divergence", 1, evil)
-    made.end_on_event(1)
+    made.end_observers(1)
     text = (tmp_path / "got").read_text()
     assert text.startswith("['$HOME', '{event}']") and json.loads(text.partition("]")[2])["message"] == evil
     assert not (tmp_path / "pwned").exists()
@@ -80,8 +80,8 @@ def test_a_command_that_fails_is_one_warning(tmp_path, said, command, why):
     made = writers(tmp_path, command)
     for step in range(3):
         made.event("rollback", step, detail="x" * 200_000)  # more than a pipe holds
-    made.end_on_event(3)
-    made.end_on_event(3)
+    made.end_observers(3)
+    made.end_observers(3)
     assert len(said) == 1 and why in said[0] and said[0].endswith("the run is not affected, and this is logged once")
     assert command not in said[0] + (tmp_path / "events.jsonl").read_text(), "it may hold a secret"
     kinds = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -104,7 +104,7 @@ def test_a_command_that_hangs_holds_up_neither_the_training_nor_the_end(tmp_path
     assert time.monotonic() - started < 1
     while len(list(tmp_path.glob("pid-*"))) < 2:
         time.sleep(0.01)
-    made.end_on_event(9)
+    made.end_observers(9)
     assert time.monotonic() - started < 10
     assert len(said) == 1
     time.sleep(0.1)
@@ -118,10 +118,10 @@ def test_a_command_that_takes_too_long_is_ended_and_the_next_event_gets_its_own(
     code = "import sys, time; e = sys.stdin.read(); open(sys.argv[1], 'a').write('x'); time.sleep(60 * ('skip' in e))"
     made = EventCommand(python(code, tmp_path / "got"), "run")
     for kind in ("skip", "stop"):
-        made.send({"event": kind, "level": "info"})
+        made.event({"event": kind, "level": "info"})
     made.close()
     assert (tmp_path / "got").read_text() == "xx"
-    assert "took over 0.5 seconds" in made.failure()
+    assert "took over 0.5 seconds" in made.failure()[1]
 
 
 @pytest.mark.parametrize("command, why", [("", "is empty"), ("mail 'me", "No closing quotation")])

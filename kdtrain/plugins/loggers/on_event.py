@@ -20,6 +20,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from kdtrain.training.observers import Observer
+
 EVENTS = frozenset({"switch", "rollback", "recovery", "skip", "divergence", "stop", "disk-full"})
 """The kinds for which the command runs, besides every event of level error."""
 WAITING = 64
@@ -29,7 +31,7 @@ LAST_SECONDS = 10.0
 """How long the end of a run waits for commands."""
 
 
-class EventCommand:
+class EventCommand(Observer):
     """Runs a command line for events, in the background.
 
     Args:
@@ -45,7 +47,7 @@ class EventCommand:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
-    def send(self, record: Mapping[str, Any]) -> None:
+    def event(self, record: Mapping[str, Any]) -> None:
         """Queue an event, if the command is to run for its kind."""
         if record["event"] not in EVENTS and record["level"] != "error":
             return
@@ -57,7 +59,7 @@ class EventCommand:
         except queue.Full:
             self._failures.append(f"{WAITING} events wait for it already; later ones are dropped")
 
-    def failure(self) -> str | None:
+    def failure(self) -> tuple[str, str] | None:
         """The first failure, once; else None.
 
         It does not name the command, which may hold a secret and is never written into a run.
@@ -65,7 +67,8 @@ class EventCommand:
         if not self._failures or self._reported:
             return None
         self._reported = True
-        return f"--on-event: the command failed: {self._failures[0]}; the run is not affected, and this is logged once"
+        text = f"--on-event: the command failed: {self._failures[0]}; the run is not affected, and this is logged once"
+        return "on-event", text
 
     def close(self) -> None:
         """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""
