@@ -1,7 +1,7 @@
 """Options that earlier versions had: what answers on a command line, in a file of `--config`, and in a checkpoint.
 
 Each stands here once, in `REMOVED`. A file or a checkpoint in which a removed option has the value that is fixed today
-is read; any other use ends with exit code 2 and what replaces the option. docs/upgrading.md has the list for people.
+is read; any other use ends with exit code 2 and what replaces the option. CHANGELOG.md has the list for people.
 """
 
 from collections.abc import Collection, Iterable, Mapping
