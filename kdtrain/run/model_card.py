@@ -1,6 +1,6 @@
 """The README.md of an exported student, and its recipe as TOML.
 
-The README says in some forty lines what the student is, of which teacher and cache, and how to load it; `kdtrain push`
+The README has in some forty lines what the student is, of which teacher and cache, and how to load it; `kdtrain push`
 adds what the hub reads. The recipe has every option, so that a version with other defaults repeats the run. They are
 made from the checkpoint, the run's config.toml, and the manifests of the run's caches, as far as they are still there
 and are those that the checkpoint names. A run may have been downloaded, so every word of it is escaped, and options
