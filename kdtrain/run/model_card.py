@@ -1,14 +1,14 @@
-"""The card of an exported student: a README.md for people, whose head the hub reads, and the recipe as TOML.
+"""The README.md of an exported student, and its recipe as TOML.
 
-The recipe has every option, so that a version with other defaults repeats the run; the card has what is no default.
-It is made from the checkpoint, the run's config.toml, and the manifests of the run's caches, as far as they are still
-there and are those that the checkpoint names. A run may have been downloaded, so every word of it is escaped, and
-options that a file cannot set, or that name a place on this machine, are left out or shortened.
+The README has in some forty lines what the student is, of which teacher and cache, and how to load it; `kdtrain push`
+adds what the hub reads. The recipe has every option, so that a version with other defaults repeats the run. They are
+made from the checkpoint, the run's config.toml, and the manifests of the run's caches, as far as they are still there
+and are those that the checkpoint names. A run may have been downloaded, so every word of it is escaped, and options
+that a file cannot set, or that name a place on this machine, are left out or shortened.
 """
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,20 +16,18 @@ from typing import Any
 import kdtrain
 from kdtrain.cache.format.manifest import Manifest, read_manifest
 from kdtrain.cache.tools.facts import cache_facts
-from kdtrain.cache.write.card import CARD, license_lines
+from kdtrain.cache.write.card import CARD
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.values import fields_of, marked, options_of, written
+from kdtrain.config.values import fields_of, marked
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
-from kdtrain.models.spec import ModelSpec, is_hub_id, read_spec
 from kdtrain.monitor.facts import alphas
 from kdtrain.run.folder import TOKENIZER, to_toml
 from kdtrain.tables import facts_table, markdown, markdown_text, percent
 from kdtrain.tokenizers.view_format import viewed_settings
 
 RECIPE = "recipe.toml"
-_DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
 _HOW = {"out", "config", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"}
 """Options that name where a run lies and how it was started, not what it is."""
 _CACHES = 20
@@ -74,16 +72,13 @@ def card_files(
     weights: str,
     license: str | None = None,
     adapter: bool = False,
-    base: ModelSpec | None = None,
-    library: str = "transformers",
     loading: Sequence[str] = (),
     more: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """README.md and recipe.toml of an export of a checkpoint with this state.
 
     name: of the folder. weights: their number format, in words. license: of the student; None: not stated. adapter: the
-    folder holds adapters alone. base: the spec of the run's student; None: as the recipe names it. library: which
-    reads it, by the hub's name. loading: lines that load it, if not as a folder for transformers. more: more facts.
+    folder holds adapters alone. loading: lines that load it, if not as a folder for transformers. more: more facts.
     """
     recipe = recipe_of(run, state)
     given = recipe.get("run", {})
@@ -117,26 +112,16 @@ def card_files(
             facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats a token{bits}"
     facts |= more or {}
     made = f"distilled from {' and '.join(map(markdown_text, teachers))}" if teachers else "trained by cross-entropy"
-    hub_id, version, known = _hub_id(given.get("student"), base), kdtrain.__version__, options_of(DistillConfig).items()
-    usual = {name: written(each.field, each.default) for name, each in known}
-    tables = {
-        part: {name: table[name] for name in table if table[name] != usual[name]} for part, table in recipe.items()
-    }
-    changed = to_toml({part: table for part, table in tables.items() if table}).rstrip()
-    library = "peft" if adapter else library
+    version = kdtrain.__version__
     loading = loading or ("```python", *_loading(name, run, adapter), "```")
     licence = "The licence is not stated" if license is None else f"The student's licence is {markdown_text(license)}"
     lines = [
-        *("---", *_head(given, recipe, list(manifests.values()), license, hub_id, library), "---", ""),
         *(f"# {markdown_text(name)}", ""),
         f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {version}.",
         *("", *markdown(facts_table(facts)), ""),
         *(*loading, ""),
-        *("## Recipe", ""),
-        f"What differs from the defaults of kdtrain {version}; {RECIPE} has every option.",
-        *("", "```toml", changed, "```", ""),
-        *("## Licence", ""),
         f"{licence}; those of the teacher, the text and the student's first weights may bind it.",
+        f"{RECIPE} has every option of the run.",
     ]
     text = f"# every option of a run, by kdtrain {version}\n{to_toml(recipe)}"
     return {CARD: "\n".join([*lines, ""]).encode(), RECIPE: text.encode()}
@@ -163,40 +148,6 @@ def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Man
             continue
         found |= {digest: manifest for digest in wanted if digest is not None and manifest.is_known_as(digest)}
     return found
-
-
-def _hub_id(student: Any, spec: ModelSpec | None) -> str | None:
-    """The model on the hub from which the student began; None for another beginning."""
-    try:
-        spec = read_spec(student) if spec is None and isinstance(student, str) else spec
-    except (UsageError, RunError, OSError, ValueError):
-        return None
-    source = None if spec is None else spec.source
-    return source if source is not None and is_hub_id(source) and not Path(source).exists() else None
-
-
-def _head(
-    given: Mapping[str, Any],
-    recipe: Mapping[str, Mapping[str, Any]],
-    manifests: list[Manifest],
-    license: str | None,
-    base: str | None,
-    library: str,
-) -> Iterator[str]:
-    yield f"library_name: {library}"
-    yield "pipeline_tag: text-generation"
-    yield "tags: [kdtrain, knowledge-distillation]"
-    if base is not None:
-        yield f"base_model: {json.dumps(base)}"
-        yield f"base_model_relation: {'adapter' if library == 'peft' else 'finetune'}"
-    cache = given.get("cache")
-    texts = [*(each.settings.data.get("source") for each in manifests), recipe.get("data", {}).get("data")]
-    texts += [cache] if isinstance(cache, str) else cache or []
-    found = [match[1] for text in texts if isinstance(text, str) and (match := _DATA.fullmatch(text))]
-    if found:
-        yield f"datasets: {json.dumps(list(dict.fromkeys(found)))}"
-    if license is not None:
-        yield from license_lines(license)
 
 
 def _member_facts(member: Mapping[str, Any], manifest: Manifest | None, named: Any) -> tuple[Any, dict[str, str]]:

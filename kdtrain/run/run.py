@@ -422,7 +422,7 @@ class Run:
         saved = {"progress": asdict(state.progress), **saved}
         step = saved["progress"]["step"]
         about: dict[str, Any] = {"parameters": written_parameters(student), "weights": "float32"}
-        card = card_files(self.out.name, self.out, saved, **about, base=self.recipe.student)
+        card = card_files(self.out.name, self.out, saved, **about)
         tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):

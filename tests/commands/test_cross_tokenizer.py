@@ -171,7 +171,8 @@ def words_model():
 def planned(config):
     """What a run of `config` would read."""
     student, more = read_spec(config.student), {"device": torch.device("cpu"), "held": ExitStack(), "trial": False}
-    return PlanRequest(config=config, student=student, teacher=None, names=(*config.plans,), **more).next()
+    more |= {"capturing": None, "teacher": None, "names": (*config.plans,)}
+    return PlanRequest(config=config, student=student, **more).next()
 
 
 def test_a_student_of_the_layers_of_a_model_has_its_tokenizer(bench):

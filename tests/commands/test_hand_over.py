@@ -5,7 +5,6 @@ import tomllib
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kdtrain.config.commands import DistillConfig, ExportConfig
@@ -105,23 +104,19 @@ def _config(table):
     return AutoConfig.for_model(table["model_type"], vocab_size=300, **rest)
 
 
-def test_the_card_names_what_the_student_comes_from_and_nothing_of_this_machine(run, tmp_path):
+def test_the_readme_names_what_the_student_comes_from_in_40_plain_lines_and_nothing_of_this_machine(run, tmp_path):
     out = tmp_path / "out"
     run.json("export", run.root / "run", "--out", out, "--license", "apache-2.0", "--dtype", "bf16")
     card, recipe = (out / "README.md").read_text(), (out / "recipe.toml").read_text()
-    head = yaml.safe_load(card.split("---\n")[1])
-    assert head["license"] == "apache-2.0" and head["library_name"] == "transformers"
-    assert head["tags"] == ["kdtrain", "knowledge-distillation"] and "base_model" not in head
+    assert card.startswith("# out\n") and len(card.splitlines()) <= 40 and "licence is apache-2.0;" in card
     manifest = json.loads((run.root / "cache" / "manifest.json").read_text())
     result = json.loads((run.root / "run" / "result.json").read_text())
     assert json.loads((out / "kdtrain.json").read_text())["cache"] == result["cache"] and result["cache"] in card
     assert "| teacher | teacher, " in card and manifest["teacher"]["weights_digest"] in card
     assert f"{result['best_validation_loss']:.4f} nats a token" in card and "bfloat16" in card
-    shown, whole = tomllib.loads(card.split("```toml\n")[1].split("```")[0]), tomllib.loads(recipe)
     usual = {name: written(each.field, each.default) for name, each in options_of(DistillConfig).items()}
-    assert all(whole[section].items() > table.items() for section, table in shown.items()) and len(shown) < len(whole)
+    whole = tomllib.loads(recipe)
     kept = {name: value for table in whole.values() for name, value in table.items()}
-    assert {name for name in kept if kept[name] != usual[name]} == {name for table in shown.values() for name in table}
     # a version with other defaults repeats the run: what is not in the file has no value, or does not make the run
     assert kept["steps"] == 2 and not kept.keys() & {"out", "config", "json", "resume", "dry_run"}
     sections = {name: each.section for name, each in options_of(DistillConfig).items()}
@@ -160,32 +155,9 @@ def test_a_card_of_a_changed_run_escapes_its_words_and_leaves_private_options_ou
     path.write_text(text)
     run.json("export", tmp_path / "run", "--out", tmp_path / "out", "--license", "my: own")
     card = (tmp_path / "out" / "README.md").read_text()
-    head = yaml.safe_load(card.split("---\n")[1])
-    assert (head["license"], head["license_name"]) == ("other", "my: own")
+    assert "licence is my: own;" in card
     assert "lovelace" not in card and "hf_secret" not in card and "\x1b" not in card and "\n<script" not in card
     assert tomllib.loads((tmp_path / "out" / "recipe.toml").read_text())["run"]["cache"] == "cache"
-
-
-@pytest.mark.parametrize(
-    "student, data, head",
-    [
-        ("Org/Base", "hf:Org/Text:subset", {"base_model": "Org/Base", "base_model_relation": "finetune"}),
-        ("student.toml", "text.txt", {}),
-    ],
-)
-def test_the_head_of_a_card_has_the_hubs_base_model_and_data_sets(run, monkeypatch, student, data, head):
-    from kdtrain.run.model_card import card_files
-    from kdtrain.training.state import read_saved
-
-    path = run.root / "run" / "checkpoints"
-    state = read_saved(next(each for each in path.iterdir() if each.name.startswith("step-")))
-    state["options"]["data"]["data"] = data
-    state["options"]["run"]["student"] = student
-    files = card_files("x", run.root / "gone", state, parameters=1, weights="fp32")
-    found = yaml.safe_load(files["README.md"].decode().split("---\n")[1])
-    assert {key: found[key] for key in found if key.startswith("base_model")} == head
-    assert found.get("datasets") == (["Org/Text"] if head else None)
-    assert "The licence is not stated" in files["README.md"].decode()
 
 
 def test_options_without_effect_are_refused():

@@ -4,7 +4,6 @@ A card ends in a check sum of itself: one that somebody has changed, or written,
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -18,12 +17,6 @@ from kdtrain.tables import facts_table, markdown, markdown_text
 
 CARD = "README.md"
 _PARENTS = 20  # that a card lists
-_KNOWN = (
-    *("apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0"),
-    *("cc-by-sa-3.0", "odc-by", "odbl", "gpl-3.0", "lgpl-3.0", "agpl-3.0", "mpl-2.0", "openrail", "llama3", "llama3.1"),
-    *("llama3.2", "llama3.3", "gemma", "pddl", "unlicense", "unknown"),
-)
-"""Licences that the hub knows by these names."""
 
 
 def write_card(folder: Path, manifest: Manifest) -> None:
@@ -113,11 +106,3 @@ with h5py.File("index.h5") as cache:
 The numbers are stored as codes; cache/README.md of kdtrain specifies them, with a reader of thirty lines.
 `test_vector` in manifest.json holds some of them decoded, by which a reader can be proved. The manifest has
 the SHA-256 of every shard, and `kdtrain verify` compares them."""
-
-
-def license_lines(name: str) -> Iterator[str]:
-    """The lines of a card's head about a licence; one that the hub does not know gets a name."""
-    name = name.lower()
-    yield f"license: {name if name in _KNOWN else 'other'}"
-    if name not in _KNOWN:
-        yield f"license_name: {json.dumps(name)}"

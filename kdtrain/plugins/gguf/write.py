@@ -69,7 +69,7 @@ def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         checked = shown["checked"] = write_checked(folder / file, write_as, kind, model, tokenizer)
         log.info("%s: %s", file, checked)
         loading = ("```bash", f"llama-cli -m {shlex.quote(f'path/to/{name}/{file}')}", "```")
-        card = of.card(weights=kind, library="gguf", loading=loading, more={"checked": checked})
+        card = of.card(weights=kind, loading=loading, more={"checked": checked})
         for each, content in card.items():
             (folder / each).write_bytes(content)
 

@@ -18,6 +18,7 @@ from kdtrain.files import (
     file_digest,
     files_below,
     parse_json,
+    publish_json,
     read_json,
     read_sealed,
     refuse_links,
@@ -29,6 +30,7 @@ from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import LOGIN, api, ask, fetch_file
 from kdtrain.plugins.push import PushConfig
 from kdtrain.plugins.push.cache import Upload, plan_cache
+from kdtrain.plugins.push.model_card import student_card
 from kdtrain.run.path_kind import is_run
 from kdtrain.tables import show
 
@@ -80,7 +82,7 @@ def main(config: PushConfig) -> int:
         if kind == "dataset":
             upload = plan_cache(config, folder, address, there(cache_format.MANIFEST), Path(beside))
         else:
-            upload = _plan_student(folder, address, there(ORIGIN), names)
+            upload = _plan_student(folder, address, there(ORIGIN), names, Path(beside))
         files = dict(upload.files)
         if (card := there(CARD)) is not None and not upload.owns(card):
             log.warning("%s has a %s that kdtrain did not write; it stays as it is", address, CARD)
@@ -104,18 +106,18 @@ def _export_in(path: Path) -> Path:
     raise UsageError(f"{path} holds neither a cache nor an exported student; name a cache, a run or an export")
 
 
-def _plan_student(folder: Path, address: Address, there: bytes | None, names: Collection[str]) -> Upload:
+def _plan_student(folder: Path, address: Address, there: bytes | None, names: Collection[str], beside: Path) -> Upload:
     """What is published of a student. Files of an earlier export that this one lacks are taken out.
 
-    there: the record of the export in the repository. names: the files in it.
+    there: the record of the export in the repository. names: the files in it. beside: a folder for the card.
 
     UsageError: a file was changed, nobody else has the base of the adapters, or the repository holds something else.
     """
     record = typed(read_sealed(folder / ORIGIN), dict[str, Any])
     files = typed(record, _Origin)["files"]
     below = files_below(folder)
-    for name, stated in files.items():
-        if name not in below or (name != CARD and file_digest(below[name]) != stated):  # a card may be edited
+    for name, digest in files.items():
+        if name not in below or (name != CARD and file_digest(below[name]) != digest):  # a card may be edited
             raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")
     if (folder / ADAPTER_CONFIG).is_file():
         base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], MEDIUM).get("base_model_name_or_path")
@@ -135,8 +137,14 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
             f"{address} holds {printable(other[0])}, which kdtrain did not publish; name another repository, "
             "which push makes if it is missing"
         )
+    sent = {name: folder / name for name in (*files, ORIGIN)}
+    if CARD in files and file_digest(below[CARD]) == files[CARD] and (card := student_card(folder, files)) is not None:
+        (beside / CARD).write_text(card, encoding="utf-8")
+        stated = {**files, CARD: file_digest(beside / CARD)}
+        publish_json(beside / ORIGIN, {**record, "files": stated}, "push.origin")
+        sent |= {name: beside / name for name in (CARD, ORIGIN)}
     return Upload(
-        {name: folder / name for name in (*files, ORIGIN)},
+        sent,
         f"Step {record['step']:,} by kdtrain" if isinstance(record.get("step"), int) else "By kdtrain",
         {"student": str(folder)},
         lambda card: hashlib.sha256(card).hexdigest() == ours.get(CARD),

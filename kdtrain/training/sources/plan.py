@@ -91,7 +91,7 @@ class PlanRequest:
         return permutation(self.config.seed, 0, sequences)
 
     def stopping(self) -> bool:
-        """Whether the run was asked to stop, so that nothing must wait any longer."""
+        """Whether the run is to stop, so that nothing must wait any longer."""
         return asked_to_stop()
 
     def next(self) -> DataPlan:

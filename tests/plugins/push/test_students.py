@@ -1,10 +1,17 @@
 """`kdtrain push` of students: an export goes up whole, in one commit, and nothing of others is replaced."""
 
+import hashlib
+import json
 import re
+import tomllib
 
 import pytest
+import yaml
 
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.values import options_of, written
 from kdtrain.files import publish_json, read_sealed
+from kdtrain.plugins.push.model_card import student_card
 from tests.web import Repository
 
 
@@ -25,8 +32,58 @@ def test_the_student_of_a_run_is_published_whole(run, hub, private):
     assert found["url"] == f"{hub.url}/org/name" and repository.private == bool(private)
     commit, tree = repository.commits[-1]
     assert len(repository.commits) == 2 and found["commit"] == commit  # one commit names all
-    assert {name: tree.get(name) for name in there} == there
+    card, record = tree["README.md"].decode(), json.loads(tree["kdtrain.json"])
+    assert record["files"]["README.md"] == hashlib.sha256(tree["README.md"]).hexdigest()
+    ours = ("README.md", "kdtrain.json")  # with the head and the recipe, and the digest of that
+    assert there["README.md"].decode() in card and card.startswith("---\n")
+    assert {name: tree.get(name) for name in there if name not in ours} == {
+        name: content for name, content in there.items() if name not in ours
+    }
     assert {"README.md", "recipe.toml", "model.safetensors", "tokenizer.json", "kdtrain.json"} <= there.keys()
+
+
+def card_of(folder) -> str:
+    """What is published as the README.md of an export."""
+    return student_card(folder, [path.name for path in folder.iterdir()])
+
+
+@pytest.mark.parametrize(
+    "license, stated", [("apache-2.0", ("apache-2.0", None)), ("my: <own>", ("other", "my: <own>"))]
+)
+def test_the_card_has_the_hubs_head_and_the_options_that_differ_from_the_defaults(run, tmp_path, license, stated):
+    out = tmp_path / "out"
+    run.json("export", "run", "--out", out, "--license", license)
+    card = card_of(out)
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert (head["license"], head.get("license_name")) == stated and head["library_name"] == "transformers"
+    assert head["tags"] == ["kdtrain", "knowledge-distillation"] and not head.keys() & {"base_model", "datasets"}
+    shown, whole = (
+        tomllib.loads(each) for each in (card.split("```toml\n")[1].split("```")[0], (out / "recipe.toml").read_text())
+    )
+    usual = {name: written(each.field, each.default) for name, each in options_of(DistillConfig).items()}
+    assert all(whole[section].items() > table.items() for section, table in shown.items()) and len(shown) < len(whole)
+    kept = {name: value for table in whole.values() for name, value in table.items()}
+    assert {name for name in kept if kept[name] != usual[name]} == {name for table in shown.values() for name in table}
+
+
+@pytest.mark.parametrize("where", ["options", "the text of its cache"])
+def test_the_head_has_the_base_model_and_the_data_sets_of_the_hub(run, tmp_path, where):
+    out = tmp_path / "out"
+    run.json("export", "run", "--out", out)
+    recipe, page = out / "recipe.toml", out / "README.md"
+    recipe.write_text(recipe.read_text().replace('student = "student.toml"', 'student = "Org/Base"'))
+    if where == "options":
+        recipe.write_text(recipe.read_text() + '[data]\ndata = "hf:Org/Text:subset"\n')
+    else:
+        page.write_text(page.read_text().replace("source text.txt,", "source hf:datasets/Org/Text,"))
+    found = yaml.safe_load(card_of(out).split("---\n")[1])
+    assert (found["base_model"], found["base_model_relation"]) == ("Org/Base", "finetune")
+    assert found["datasets"] == ["Org/Text"] and "license" not in found
+    for file, library, relation in (("adapter_config.json", "peft", "adapter"), ("x.gguf", "gguf", "finetune")):
+        found = yaml.safe_load(student_card(out, ["recipe.toml", file]).split("---\n")[1])
+        assert (found["library_name"], found["base_model_relation"]) == (library, relation)
+    page.write_text("---\nlicense: mit\n---\n# of an earlier version")
+    assert card_of(out) is None
 
 
 def test_a_later_export_replaces_the_files_of_the_earlier_one_and_leaves_those_of_others(run, hub, tmp_path):

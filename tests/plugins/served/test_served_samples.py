@@ -1,6 +1,7 @@
 """Samples from inside a server's engine, and text that a server writes: the cache of the local teacher, or one line."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import kdtrain as kd
 from kdtrain.config.sections import DataConfig, ObjectiveConfig, TextConfig
 from kdtrain.plugins.served.engine_samples import SampleRequest, sample
 from kdtrain.plugins.served.options import RunServerConfig
+from kdtrain.run.capture import capturing
 from kdtrain.training.sources.plan import PlanRequest
 from tests.captures import PREFLIGHT, samples_of
 
@@ -99,6 +101,7 @@ def test_samples_that_are_wrong_once_are_asked_for_again_and_always_end_the_capt
 
 def planned(config):
     given = {"student": None, "teacher": None, "device": torch.device("cpu"), "held": ExitStack(), "trial": False}
+    given["capturing"] = partial(capturing, config, None, given["device"])
     return PlanRequest(config=config, names=(*config.plans,), **given).next()
 
 
