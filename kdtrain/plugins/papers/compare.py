@@ -1,15 +1,17 @@
 """`kdtrain compare`: runs side by side, marking differences beyond the spread over seeds."""
 
 import csv
+import itertools
 import re
 import sys
-from collections.abc import Collection, Iterator
+import textwrap
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from kdtrain.config.commands import CompareConfig
 from kdtrain.errors import UsageError, printable
 from kdtrain.monitor.measures import MEASURES
-from kdtrain.monitor.runs import (
+from kdtrain.plugins.papers import CompareConfig
+from kdtrain.plugins.papers.groups import (
     Group,
     best_of,
     caution,
@@ -17,12 +19,12 @@ from kdtrain.monitor.runs import (
     difference,
     differing,
     full_table,
-    grouped,
     notes,
     outcome,
-    read_runs,
+    read_groups,
+    shown,
 )
-from kdtrain.tables import Table, latex, markdown, show
+from kdtrain.tables import Table, markdown, show
 
 
 def main(config: CompareConfig) -> int:
@@ -34,7 +36,7 @@ def main(config: CompareConfig) -> int:
     for name in config.columns:
         if name not in MEASURES:
             raise UsageError(f"--columns {name} is none of {', '.join(MEASURES)}")
-    groups = grouped(read_runs(config.runs))
+    groups = read_groups(config.runs)
     if config.json or config.format == "text":
         compare(groups, config.json, config.columns or tuple(MEASURES), config.digits, config.transpose)
     elif config.format == "csv":
@@ -94,14 +96,14 @@ def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[
     Empty for what is none, numbers with all their digits. Before a text that a spreadsheet would run is an apostrophe.
     """
     options = differing(groups)
-    shown = names or [name for name in MEASURES if any(group.values(name) for group in groups)]
-    parts = {name: [*(_numbers_of(groups[0], groups, name))] if MEASURES[name].best else ["mean"] for name in shown}
+    every = names or [name for name in MEASURES if any(group.values(name) for group in groups)]
+    parts = {name: [*(_numbers_of(groups[0], groups, name))] if MEASURES[name].best else ["mean"] for name in every}
     yield ["name", *options, "kl_estimator", *(f"{name}_{part}" for name, each in parts.items() for part in each)]
     for group in groups:
-        numbers = {name: _numbers_of(group, groups, name) for name in shown}
+        numbers = {name: _numbers_of(group, groups, name) for name in every}
         run = group.runs[0]
         values = {name: run.options[name] for name in options}
-        first = [run.shown(name) if isinstance(value, str | list) else value for name, value in values.items()]
+        first = [shown(run, name) if isinstance(value, str | list) else value for name, value in values.items()]
         found = (numbers[name][part] for name, each in parts.items() for part in each)
         row = [group.name, *first, run.estimator, *found]
         yield [f"'{each}" if isinstance(each, str) and each.startswith(("=", "+", "-", "@")) else each for each in row]
@@ -137,3 +139,55 @@ def paper_notes(groups: list[Group], bold: bool) -> Iterator[str]:
         corrected = f", corrected for {others} comparisons (Bonferroni)" if others > 1 else ""
         yield f"bold: better than each other by more than the 95 % interval of runs with the same seed{corrected}"
     yield from caution(groups)
+
+
+def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | None) -> Iterator[str]:
+    """The lines of a table in LaTeX, with the rules of its package booktabs, and of the notes below it.
+
+    With a caption, which is LaTeX, it floats.
+    """
+    if caption:
+        yield rf"\begin{{table}}\centering\caption{{{caption}}}" + (rf"\label{{{label}}}" if label else "")
+    kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
+    yield rf"{{\footnotesize\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
+    yield r"\toprule"
+    folded = (textwrap.wrap(each, 16) for each in table.header)  # a mean with its deviation is as wide
+    heads = [*itertools.zip_longest(*folded, fillvalue="")]
+    for place, row in enumerate([*heads, *table.rows], start=-len(heads)):
+        if place == 0:
+            yield r"\midrule"
+        cells = (latex_text(each) for each in row)
+        bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
+        yield " & ".join(bold) + r" \\"
+    yield r"\bottomrule"
+    yield r"\end{tabular}\par\raggedright\smallskip"
+    yield from (rf"{latex_text(each)}\par" for each in notes)
+    yield "}"
+    if caption:
+        yield r"\end{table}"
+
+
+_LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "±": r"$\pm$",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
+    "[": "{[}",  # an argument of the \\ before
+    "*": "{*}",
+    "/": r"/\allowbreak{}",
+    "α": r"$\alpha$",
+    "β": r"$\beta$",
+}
+
+
+def latex_text(value: Any) -> str:
+    """A text by a stranger for LaTeX: one line, without a sign of LaTeX's; what pdflatex does not know becomes ?."""
+    text = "" if value is None else printable(str(value))[:500]
+    known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
+    return "".join(known)

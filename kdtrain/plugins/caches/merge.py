@@ -20,11 +20,10 @@ shards that are there, as a capture does.
 Shapes: N tokens, D samples of one cache, K samples of all.
 """
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -32,32 +31,30 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from kdtrain import faults
-from kdtrain.cache.format import hdf5
-from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.compression import Arrays
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, Parent, first_rows
-from kdtrain.cache.format.names import BROKEN, PIECES
+from kdtrain.cache.format.manifest import CacheSettings, Manifest
+from kdtrain.cache.format.names import BROKEN, PIECES, TOKENIZER
+from kdtrain.cache.format.spec import MIXTURE
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.read.rows import stored_rows
-from kdtrain.cache.tools.kept_mass import joined
-from kdtrain.cache.tools.merge_plan import MIXTURE, Stated, between, names, plan, refuse_rows, tokens_of, who
-from kdtrain.cache.write.answers import Encode, ShardAnswers
-from kdtrain.cache.write.shard_writer import ShardRows
-from kdtrain.cache.write.writer import CacheBuilder, Progress
+from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, log, printable
-from kdtrain.files import LARGE, canonical_json, file_digest, json_digest, read_bytes
+from kdtrain.errors import UsageError, log, printable
+from kdtrain.files import canonical_json, file_digest, json_digest
 from kdtrain.objective.targets import SparseTargets
+from kdtrain.plugins.caches.plan import Stated, between, names, plan, refuse_rows, tokens_of, who
 
 _SHOWN = 60
 """Characters of a name among several."""
 _ANCESTRY = 2**18
 """Characters of a parent's own parents that a manifest takes over: one of 32 MiB could not be read."""
+
+
+Progress = Callable[[int, int | None], None]
+"""As `CacheBuilder` calls it."""
 
 
 def merge(caches: Sequence[LocalCache], out: Path, progress: Progress | None = None) -> Manifest:
@@ -124,7 +121,7 @@ class _Added(ShardAnswers):
         return rows, lambda: kept
 
 
-def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int) -> Arrays:
+def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int) -> dict[str, np.ndarray]:
     """What is kept of N tokens (see `codec.encode`) from the targets of several caches of them.
 
     shares: one a cache, summing to 1. absent: the id of an absent entry.
@@ -159,7 +156,7 @@ def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int)
 
 def _rows(caches: Sequence[LocalCache], split: str) -> Iterator[PackedRow]:
     """The rows of caches that have the same, with no targets where any of the teachers had none."""
-    for number, row in enumerate(zip(*(stored_rows(cache[split]) for cache in caches), strict=True)):
+    for number, row in enumerate(zip(*(cache[split].rows() for cache in caches), strict=True)):
         masks = [each.loss_mask for each in row if (each.loss_mask != BROKEN).any()]
         same = all(np.array_equal(each, masks[0]) for each in masks)
         if not same or any(not np.array_equal(each.segments, row[0].segments) for each in row):
@@ -264,19 +261,19 @@ def subset(
         if fraction is None:
             chosen[split] = np.arange(*between(rows, len(cache[split])))
         else:
-            ranks = [rank(row.tokens.astype("<u4").tobytes().hex()) for row in stored_rows(cache[split])]
+            ranks = [rank(row.tokens.astype("<u4").tobytes().hex()) for row in cache[split].rows()]
             number = max(1, round(fraction * len(ranks)))
             chosen[split] = np.sort(np.argsort(ranks, kind="stable")[:number])
     pieces: dict[str, list[_Piece]] = {split: [] for split in cache}
     for split in cache:
         reader = cache[split]
-        for shard, (start, stop) in enumerate(pairwise(first_rows(manifest.splits[split]))):
+        for shard, (start, stop) in enumerate(pairwise(reader.first_rows.tolist())):
             rows_n = np.arange(start, stop)
             if split in chosen:
                 rows_n = chosen[split][(chosen[split] >= start) & (chosen[split] < stop)]
             if len(rows_n):
                 pieces[split].append(_Piece(reader, shard, None if len(rows_n) == stop - start else rows_n - start))
-    parent: Parent = {**parent_record(cache), "rows": words, "splits": sorted(splits)}
+    parent = {**parent_record(cache), "rows": words, "splits": sorted(splits)}
     settings = replace(
         manifest.settings, data={**manifest.settings.data, "cut": cut}, sequences={}, format_version=PIECES
     )
@@ -305,36 +302,20 @@ class _Piece:
         shards = self.reader.manifest.splits[self.reader.split]["shards"]
         return shards[self.shard]["sequences"] if self.rows is None else len(self.rows)
 
-    def text(self, name: str, first: int) -> ShardRows:
-        """Its text. `first`: what the attributes of a cut shard say; a whole one keeps its own."""
+    def text(self, number: int, first: int) -> ShardRows:
+        """Its text, as the shard `number`. `first`: what a cut shard states; a whole one keeps its own."""
         split = self.reader.manifest.splits[self.reader.split]
-        start, stop = first_rows(split)[self.shard : self.shard + 2]
+        start, stop = self.reader.first_rows[self.shard : self.shard + 2].tolist()
         if self.rows is None:
             first = split["shards"][self.shard].get("first_sequence", start)
-        text = self.reader.text(np.arange(start, stop) if self.rows is None else start + self.rows)
-        return ShardRows(name=name, split=self.reader.split, first=first, kept={}, **text)
+        rows = self.reader.rows(np.arange(start, stop) if self.rows is None else start + self.rows)
+        return ShardRows.of(self.reader.split, number, first, [*rows])
 
-    def copy(self, settings: CacheSettings, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
+    def copy(self, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
         """Write the shard `part` to `path`: its stored bytes by data set, and its broken sequences."""
-        source = self.reader.shard_file(self.shard)
-        if self.rows is None:
-            # renaming one link over another to the same file does nothing
-            if not (source.is_symlink() or os.path.lexists(path.with_name(f"{part.name}.h5"))):
-                with suppress(OSError):
-                    os.link(source, path)
-            if not path.exists():
-                shutil.copyfile(source, path)
-            if file_digest(path) != self.reader.manifest.splits[part.split]["shards"][self.shard]["sha256"]:
-                raise RunError(f"{source}: its content changed while it was read; run the same command again")
-            with h5py.File(path) as file:
-                stored = hdf5.stored_bytes(file)
-        else:
-            with h5py.File(source) as file, hdf5.creating(path) as (target, check):
-                hdf5.create_shard(target, settings.codec, settings.seq_len, part.split, part.first, len(part))
-                hdf5.copy_rows(file, target, settings.codec, settings.seq_len, self.rows)
-                target.flush()
-                check()
-                stored = hdf5.stored_bytes(target)
+        # renaming one link over another to the same file does nothing
+        link = not os.path.lexists(path.with_name(f"{part.name}.h5"))
+        stored = self.reader.copy_shard(self.shard, path, self.rows, first=part.first, link=link)
         faults.point("cache.shard.before-close")
         # The numbers of the rows here: those of the sidecar it came with are of another cache.
         return stored, [f"{part.split} {part.first + row}" for row in np.flatnonzero((part.loss_mask == BROKEN).all(1))]
@@ -347,10 +328,10 @@ def _copy(splits: Mapping[str, Sequence[_Piece]], builder: CacheBuilder) -> None
         hashes = dict[CacheReader, set[int]]()
         own = builder.open_split(split)
         for number, piece in enumerate(pieces):
-            part = piece.text(cache_format.shard_name(split, number), own.taken)
+            part = piece.text(number, own.taken)
             teacher = json_digest(who(piece.reader.manifest.settings))  # the same text by two is not the same row
             hashes.setdefault(piece.reader, set()).update(hash((teacher, row.tobytes())) for row in part.tokens)
-            builder.add_shard(part, partial(piece.copy, builder.settings, part))
+            builder.add_shard(part, partial(piece.copy, part))
         builder.end_split(split)
         for pair in combinations(hashes, 2):
             if not hashes[pair[0]].isdisjoint(hashes[pair[1]]):
@@ -362,7 +343,7 @@ class TokenizerFiles:
     """The tokenizer in the folder of a cache, as a builder of another takes it."""
 
     def __init__(self, cache: LocalCache) -> None:
-        self._folder, self._digests = cache.folder / cache_format.TOKENIZER, cache.manifest.tokenizer_files
+        self._folder, self._digests = cache.folder / TOKENIZER, cache.manifest.tokenizer_files
         self._remote = cache.remote
 
     def save_pretrained(self, folder: Path) -> None:
@@ -370,20 +351,20 @@ class TokenizerFiles:
         if self._remote is not None:
             self._remote.bring_tokenizer()
         for name, digest in self._digests.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                content = read_bytes(self._folder / name, LARGE)
+                found = file_digest(self._folder / name)
+                shutil.copyfile(self._folder / name, folder / name)
             except (OSError, ValueError) as error:
                 raise UsageError(f"{self._folder / name} cannot be read ({error})") from None
-            if hashlib.sha256(content).hexdigest() != digest:
+            if found != digest:
                 raise UsageError(f"{self._folder / name}: its content changed (SHA-256 differs)")
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
 
 
-def parent_record(cache: LocalCache, weight: float = 1.0) -> Parent:
+def parent_record(cache: LocalCache, weight: float = 1.0) -> dict[str, Any]:
     """The record of `cache` in the manifest of one that is made of it."""
     manifest = cache.manifest
-    found: Parent = {
+    found: dict[str, Any] = {
         "digest": manifest.digest,
         "teacher": manifest.settings.teacher,
         "num_samples": manifest.codec.num_samples,
@@ -395,3 +376,18 @@ def parent_record(cache: LocalCache, weight: float = 1.0) -> Parent:
     if manifest.origin:
         found["origin"] = manifest.origin
     return found
+
+
+def joined(captures: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """`kept_mass` over the samples of several caches, which are in one split; None where one has none."""
+    found = [dict(each or {}) for each in captures]
+    if all(each == found[0] for each in found):
+        return found[0] or None
+    names = ("positions", "kept_mass", "mass_loss")
+    numbers = [[each.get(name) for name in names] for each in found]
+    if any(not isinstance(value, int | float) for row in numbers for value in row):
+        return None
+    sizes, *means = zip(*numbers, strict=True)
+    total = max(1, sum(sizes))
+    both = [round(sum(size * value for size, value in zip(sizes, mean, strict=True)) / total, 6) for mean in means]
+    return {**found[0], **dict(zip(names, (sum(sizes), *both), strict=True))}

@@ -41,21 +41,20 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.checkpoint.store import Store
+from kdtrain.cli import missing
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.commands import DistillConfig, EvaluateConfig
-from kdtrain.config.values import configured, flag, options_of, sections
+from kdtrain.config.values import configured, flag, options_of, shareable
 from kdtrain.errors import RunError, UsageError, log, refuse_no_path, writing
-from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_sealed, read_toml, typed
+from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_json, read_sealed, read_toml, typed
 from kdtrain.monitor.record import SWEEP, RunRecord
 from kdtrain.process import handling
 from kdtrain.registry import nearest
-from kdtrain.run.path_kind import read_result
-from kdtrain.run.paths import problem
-from kdtrain.run.saved_student import checkpoint_of
 from kdtrain.tables import counted
 
 _TABLES = ("seeds", "caches", "common", "arms", "test")
@@ -77,6 +76,10 @@ _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2): the signal that a child gets when its parent is gone."""
 
 _KINDS = {"distill": DistillConfig, "cache-teacher": CacheTeacherConfig, "evaluate": EvaluateConfig}
+
+
+class _Result(TypedDict):
+    stop_reason: str
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,9 @@ class SweepJob:
             return (self.config.out / "manifest.json").exists()
         if self.words[0] == "evaluate":
             return False
-        result = read_result(self.config.out)
-        return result is not None and result["stop_reason"] not in _RESUMED
+        with suppress(OSError, ValueError):  # without a valid one it has not ended
+            return read_json(self.config.out / "result.json", _Result)["stop_reason"] not in _RESUMED
+        return False
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ class Sweep:
         left = []
         for folder in [job.config.out for job in self.runs if job.done]:
             try:
-                wanted["checkpoint"] = checkpoint_of(folder, "best").name
+                store = Store(folder / "checkpoints")
+                wanted["checkpoint"] = store.choose("best" if store.path("best").exists() else "latest").name
             except (UsageError, RunError) as error:  # removed, to save disk
                 log.warning("%s is not tested again: %s", folder, error)
                 continue
@@ -211,7 +216,8 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         found = None
         try:
             found = _read(name, command, options, own, places)
-            lines = [*_absent(found, {"-", *places.values()})]
+            made = {"-", *places.values()}  # what comes first
+            lines = [] if found.done else [line for text, line in missing(found.config) if text not in made]
         except UsageError as error:
             lines = [str(error)]
         for line in lines:
@@ -264,18 +270,6 @@ def _read(
         config = configured(kind, config, given)
     words = given if command == "evaluate" else {**given, **own}  # its student is known when it is trained
     return SweepJob(name, (command, *_words(kind, words)), config)
-
-
-def _absent(job: SweepJob, made: set[str]) -> Iterator[str]:
-    """What a command that is to do names and cannot find. made: the caches that come first."""
-    if job.done:
-        return
-    tables, options = sections(job.config).values(), options_of(_KINDS[job.words[0]])
-    given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
-    for name, value in given.items():
-        for text in value if isinstance(value, list) else [value]:
-            if text not in made and (wrong := problem(options[name], str(text), given)):
-                yield wrong
 
 
 def _first(names: list[str]) -> str:
@@ -487,7 +481,7 @@ def _as_begun(job: SweepJob) -> list[list[str]]:
     tables = dict[str, dict[str, Any]]()
     with suppress(OSError, ValueError):  # it had not begun
         tables = typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]])
-    was, now = (dict(ChainMap(*each.values())) for each in (tables, sections(job.config)))
+    was, now = (dict(ChainMap(*each.values())) for each in (tables, shareable(job.config)))
     filled = {name for name, each in now.items() if each in (None, "auto") and name != "alpha"}
     same = sorted((was.keys() & now.keys()) - filled)
     return [[*_words(DistillConfig, {name: each[name] for name in same})] for each in (was, now)]

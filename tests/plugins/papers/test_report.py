@@ -8,13 +8,10 @@ from html.parser import HTMLParser
 import pytest
 
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.runs import grouped, read_runs
-from kdtrain.plugins.report import page as report
-from kdtrain.plugins.report.page import draw_reliability
-from tests.commands.conftest import made, workbench
+from kdtrain.plugins.papers import page as report
+from kdtrain.plugins.papers.groups import read_groups
+from kdtrain.plugins.papers.page import draw_reliability
 from tests.logged_runs import write_lines, write_run, write_three
-
-__all__ = ["made", "workbench"]
 
 
 @pytest.fixture
@@ -93,10 +90,10 @@ def test_a_reliability_diagram_is_the_last_valid_one_and_pools_seeds(workbench, 
         write_lines(folder / "metrics.jsonl", [{"step": 40, "validation/loss": 2.0, "validation/calibration": bins}])
     for odd in ([[1e400, 0.5, 0.5]], [[1, 0.5]], [[1, 2.0, 0.5]], [["x", 0, 0]], [[1, 0, 0]] * 1000, {"a": 1}, "x"):
         write_lines(first / "metrics.jsonl", [{"step": 40, "validation/calibration": odd}])
-    (group, _) = grouped(read_runs(folders))
+    (group, _) = read_groups(folders)
     (line,) = [each for each in draw_reliability([group]).axes[0].get_lines() if each.get_marker() == "o"]
     assert list(line.get_xdata()) == [pytest.approx(0.35)] and list(line.get_ydata()) == [pytest.approx(0.6)]
-    assert draw_reliability(grouped(read_runs(folders[2:]))) is None
+    assert draw_reliability(read_groups(folders[2:])) is None
     workbench.json("report", *folders[2:], "--out", tmp_path / "r.html")
     assert "reliability" not in (tmp_path / "r.html").read_text(), "no run has it"
 

@@ -12,8 +12,6 @@ import torch
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest
-from kdtrain.cache.tools.kept_mass import joined
-from kdtrain.cache.tools.merge import merge, parent_record, subset
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.cache.write.card import CARD
 from kdtrain.cache.write.generated_text import finish_reasons
@@ -21,6 +19,7 @@ from kdtrain.cache.write.writer import write_cache
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.library import Cache
+from kdtrain.plugins.caches.merge import joined, merge, parent_record, subset
 from tests.cache.fork_kit import exit_of
 
 NUMBER = 12

@@ -10,12 +10,13 @@ from typing import ClassVar
 import pytest
 
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.commands.sweep import arms
+from kdtrain.checkpoint.store import Store
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock, publish_json, read_sealed, temporary_name
+from kdtrain.monitor.facts import LOCK
+from kdtrain.plugins.papers.jobs import Runner, claim, read_sweep
+from kdtrain.plugins.papers.sweep import arms
 from kdtrain.run.folder import to_toml, used
-from kdtrain.run.path_kind import LOCK
-from kdtrain.run.sweep import Runner, claim, read_sweep
 from tests.logged_runs import write_lines, write_run
 
 FILE = """
@@ -333,7 +334,7 @@ def finished(workbench, tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "run", run)
     found = Finished()
     found.file.write_text(FILE)
-    monkeypatch.setattr("kdtrain.run.sweep.checkpoint_of", lambda run, wanted: Path("step-00000040"))
+    monkeypatch.setattr(Store, "choose", lambda store, wanted: Path("step-00000040"))
     code, _, err = found.call()
     assert code == 0, err
     assert found.begun[-1] == "test of 4 students"

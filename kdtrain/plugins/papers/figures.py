@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from kdtrain.monitor.runs import MARKS, Group, LoggedRun
+from kdtrain.monitor.runs import LoggedRun
+from kdtrain.plugins.papers.groups import MARKS, Group, interventions
 
 BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
     *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),
@@ -211,7 +212,7 @@ def legend_of(groups: Sequence[Group]) -> list[Line2D]:
         name = literal(group.name) + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
         look: dict[str, Any] = {"color": color, "marker": marker, "linestyle": line, "markersize": 4, "linewidth": 1.4}
         handles.append(Line2D([], [], label=name, **look))
-    seen = {each.event for group in groups for run in group.runs for each in run.interventions}
+    seen = {each.event for group in groups for run in group.runs for each in interventions(run)}
     for kind in [each for each in MARKS if each in seen]:
         handles.append(Line2D([], [], color="#000000", marker=MARKS[kind], linestyle="none", markersize=5, label=kind))
     if any(run.numbers["quantized_share"] for group in groups for run in group.runs):
@@ -234,7 +235,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _interventions(axes: Axes, run: LoggedRun, places: dict[int, float], color: str, height: float) -> bool:
     """Mark a run's interventions near the top, those of another run lower; whether there are any."""
-    shown = [each for each in run.interventions if each.event in MARKS and each.step in places][:MOST_POINTS]
+    shown = [each for each in interventions(run) if each.event in MARKS and each.step in places][:MOST_POINTS]
     look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 5, "zorder": 5}
     for each in shown:
         axes.plot([places[each.step]], [height], MARKS[each.event], color=color, **look)

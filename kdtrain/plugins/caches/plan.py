@@ -4,18 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, check_sizes, differences, read_manifest
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences
 from kdtrain.cache.format.names import PIECES
 from kdtrain.cache.format.spec import grid_name, grid_offset
-from kdtrain.cache.read.remote import open_remote
 from kdtrain.errors import UsageError
-from kdtrain.net.address import parse_address
-
-MIXTURE = "mixture"
-"""`sampling` of appended samples of several grids."""
 
 
 class Stated(NamedTuple):
@@ -24,15 +18,6 @@ class Stated(NamedTuple):
     name: str
     """What it is called in messages."""
     manifest: Manifest
-
-
-def stated(where: str) -> Stated:
-    """What a cache states. UsageError, RunError: as of `LocalCache`, or a shard of a folder is missing."""
-    if (address := parse_address(where)) is not None:
-        return Stated(str(address), open_remote(address).manifest)
-    manifest = read_manifest(where)
-    check_sizes(where, manifest)
-    return Stated(str(Path(where)), manifest)
 
 
 def plan(caches: Sequence[Stated]) -> tuple[list[int], CacheSettings | None]:

@@ -10,15 +10,15 @@ from typing import Any
 from rich.console import Group as Together
 from rich.live import Live
 
-from kdtrain.commands.compare import compare
-from kdtrain.commands.inspect import mib, run_row
-from kdtrain.config.commands import SweepConfig
 from kdtrain.errors import RunError, UsageError, log
-from kdtrain.monitor.facts import ENDED
+from kdtrain.files import mib
+from kdtrain.monitor.facts import ENDED, run_row
 from kdtrain.monitor.progress import bar, console, setup_logging
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.runs import Group, grouped, read_runs
-from kdtrain.run.sweep import Runner, Sweep, SweepJob, claim, read_sweep
+from kdtrain.plugins.papers import SweepConfig
+from kdtrain.plugins.papers.compare import compare
+from kdtrain.plugins.papers.groups import Group, read_groups
+from kdtrain.plugins.papers.jobs import Runner, Sweep, SweepJob, claim, read_sweep
 from kdtrain.tables import Table, columns, drawn, duration, loss_text, number, show, size
 
 
@@ -133,7 +133,7 @@ def run(sweep: Sweep, at_once: int) -> list[Group] | None:
         if runner.stopped is not None:
             log.info("stopped by %s; the same command resumes", runner.stopped)
             return None
-    return grouped(read_runs(sweep.folders, most=None))
+    return read_groups(sweep.folders, most=None)
 
 
 def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:

@@ -18,18 +18,18 @@ from kdtrain.cache.read.remote import kept_manifest
 from kdtrain.cache.tools.facts import cache_facts, fidelity
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
-from kdtrain.monitor import figures
-from kdtrain.monitor.figures import COLUMN, GREY
+from kdtrain.monitor.measures import evaluations
 from kdtrain.monitor.record import samples
-from kdtrain.monitor.runs import (
+from kdtrain.monitor.runs import LoggedRun
+from kdtrain.plugins.papers import figures
+from kdtrain.plugins.papers.figures import COLUMN, GREY
+from kdtrain.plugins.papers.groups import (
     Group,
-    LoggedRun,
-    evaluations,
     full_table,
-    grouped,
+    interventions,
     notes,
     outcome,
-    read_runs,
+    read_groups,
     refuse_existing,
 )
 from kdtrain.tables import Table, columns, counted, facts_table, show
@@ -54,7 +54,7 @@ _COLOURS = {
 def write(config: Any) -> int:
     """Write the page of a `ReportConfig`. UsageError, RunError: as `main` of the plugin."""
     refuse_existing(config.out, config.overwrite)
-    groups = grouped(read_runs(config.runs))
+    groups = read_groups(config.runs)
     text = page(groups, config.title)
     if len(text.encode()) > MOST_BYTES:
         raise UsageError(f"a page about {len(config.runs)} runs would have more than 2 MB; name fewer")
@@ -68,7 +68,7 @@ def write(config: Any) -> int:
 def page(groups: Sequence[Group], title: str) -> str:
     """The page about `groups`."""
     environment = Environment(
-        loader=PackageLoader("kdtrain.plugins.report", "."),
+        loader=PackageLoader("kdtrain.plugins.papers", "."),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=cut,
@@ -214,7 +214,7 @@ def _prompts(runs: Sequence[LoggedRun]) -> list[tuple[str, list[tuple[str, dict[
 def _interventions(runs: Sequence[LoggedRun]) -> Table | None:
     rows = []
     for run in runs:
-        found = run.interventions
+        found = interventions(run)
         for each in found[:_EVENTS]:
             message = each.details.get("message") or ", ".join(
                 f"{name} {value}" for name, value in list(each.details.items())[:6] if name != "time"

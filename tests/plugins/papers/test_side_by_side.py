@@ -13,8 +13,8 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.files import publish_json
-from kdtrain.monitor import figures
-from kdtrain.monitor.runs import grouped, read_runs
+from kdtrain.plugins.papers import figures
+from kdtrain.plugins.papers.groups import read_groups
 from tests.logged_runs import write_lines, write_run, write_three
 
 
@@ -316,7 +316,7 @@ def test_plot_writes_the_same_bytes_again_and_never_over_a_file_unasked(workbenc
 
 
 def test_a_plot_has_units_distinct_looks_interventions_and_precision(folders):
-    groups = grouped(read_runs(folders))
+    groups = read_groups(folders)
     figure = figures.draw(groups, "tokens", ["validation/loss", "temperature"])
     loss, temperature = figure.axes
     assert (loss.get_ylabel(), temperature.get_xlabel()) == ("nats a token", "tokens")
@@ -344,7 +344,7 @@ def test_numbers_that_no_run_writes_leave_the_curves_of_the_others(workbench, tm
     odd = write_run(tmp_path / "odd", seed=9)
     write_lines(odd / "metrics.jsonl", [{"step": 41, "loss": 1e308, "tokens": 1e308, "tok/s_last": 1e-300}])
     write_lines(odd / "metrics.jsonl", [{"step": step, "loss": 2.0, "tokens": None} for step in (42, 43)])
-    places = read_runs([odd])[0].record.places("tokens")
+    places = read_groups([odd])[0].runs[0].record.places("tokens")
     assert places[40] == 4000 and max(places.values()) == 4000 and 43 in places
     for axis in ("steps", "tokens", "minutes"):
         workbench.json("plot", odd, "--out", tmp_path / f"{axis}.png", "--y", "loss,quantized", "--x", axis)
@@ -356,7 +356,7 @@ def test_a_quantised_stretch_is_drawn_at_its_own_steps_where_others_are_missing(
     kept = [each for each in logged if not 3 <= each["step"] <= 6]
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in kept))
     write_lines(run / "metrics.jsonl", [{"step": step, "loss": 2.0, "quantized": 1.0} for step in (60, 61)])
-    (group,) = grouped(read_runs([run]))
+    (group,) = read_groups([run])
     axes = figures.draw([group], "steps", ["loss"]).axes[0]
     bars = [[float(x) for x in line.get_xdata()] for line in axes.get_lines() if line.get_linewidth() == 3]
     assert bars == [[0, 10], [60, 61]]

@@ -1,9 +1,7 @@
 """The plan of finished caches (`training.sources.plan`), and how the splits of a run are opened.
 
 A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
-and the same order, in constant memory, and a resumed run does not tokenize again. A run whose teacher is behind a
-server reads a cache in its own folder too, which is captured while the student trains (`cache.write.live_capture`):
-there is one way to train from a server's answers, and they can be resumed, reused and audited as any cache.
+and the same order, in constant memory, and a resumed run does not tokenize again.
 
 The plans that make data are imported by their names (`config.choices.PLANS`): a run of a finished cache imports none.
 """
@@ -20,7 +18,7 @@ from kdtrain.training.sources.source import Source, SourceRequest
 
 
 class CachedData(DataPlan):
-    """One cache or a mixture of several, one that is captured while it is read, or another --source without text."""
+    """One cache or a mixture of several, or another --source without text."""
 
     def __init__(self, config: DistillConfig, caches: Sequence[str | LocalCache]) -> None:
         self.sources = open_sources(config, caches)

@@ -9,15 +9,14 @@ import importlib.util
 import time
 from pathlib import Path
 
-from kdtrain.commands.compare import compare
-from kdtrain.commands.sweep import run
-from kdtrain.config.commands import DemoConfig, PlotConfig
 from kdtrain.errors import UsageError, log, writing
-from kdtrain.files import publish_text
+from kdtrain.files import make_writable, publish_text
 from kdtrain.monitor.progress import setup_logging
+from kdtrain.plugins.papers import DemoConfig, PlotConfig
+from kdtrain.plugins.papers.compare import compare
+from kdtrain.plugins.papers.jobs import read_sweep
+from kdtrain.plugins.papers.sweep import run
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.run.folder import make
-from kdtrain.run.sweep import read_sweep
 
 SETTINGS = {"seq_len": 256, "sequences": 3000, "validation": 128, "test": 400, "steps": 300, "eval": 50, "more": ""}
 """Made for four minutes on two cores."""
@@ -76,7 +75,7 @@ def main(config: DemoConfig) -> int:
     text = FILE.format(**settings, name=file, seeds=list(range(config.seeds)))
     _refuse_foreign(config.out, file, text)
     with writing(file):
-        make(config.out)
+        make_writable(config.out)
         publish_text(file, text, "demo.record")
     sweep = read_sweep(file, config.out)
     groups = run(sweep, at_once=1)
@@ -107,7 +106,7 @@ def pictures(out: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         log.info("no picture without matplotlib: pip install 'kdtrain[plot]', and the same command draws it")
         return ""
-    from kdtrain.commands.plot import draw
+    from kdtrain.plugins.papers.plot import draw
 
     path = out / "curves.png"
     runs = tuple(sorted(out.glob("*/seed-*")))

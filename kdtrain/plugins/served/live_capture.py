@@ -23,16 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from kdtrain.cache.format import codec
-from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, ShardRecord, SplitRecord, read_manifest, read_sidecar
+from kdtrain.cache.format.codec import stated_range
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest, read_sidecar
+from kdtrain.cache.format.names import MANIFEST, SHARDS, TOKENIZER, shard_name
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.read.rows import stored_rows
-from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, log, writing
 from kdtrain.files import remove_file, typed
@@ -53,11 +51,13 @@ class Capture:
     """How a run captures what it reads."""
 
     seed: int
-    """Of the run, whose first epoch gives the order."""
+    """Of the run."""
+    order: Callable[[int], np.ndarray]
+    """n -> the order of n sequences in the run's first epoch."""
     planned: Callable[[int], int]
     """n -> sequences that the run reads in its first epoch."""
-    build: Callable[["LiveCache"], object]
-    """Builds the cache with the rows of `begin`, and calls `progress`; runs in a thread, or in `open`."""
+    build: Callable[[Callable[..., Any]], None]
+    """Builds the cache by what `begin` returns; runs in a thread, or in `open`."""
     trial: bool = False
     """Capture only what is read, and of validation the first shard."""
     whole: bool = False
@@ -128,7 +128,7 @@ class LiveCache(LocalCache):
         stated, size = text.manifest.splits, settings.sequences_per_shard
         order = {"seed": self._capture.seed, "text_sha256": stated["train"]["tokens_sha256"]}
         settings = replace(settings, data={**settings.data, "order": order})
-        numbers_n = permutation(self._capture.seed, 0, stated["train"]["sequences"])
+        numbers_n = self._capture.order(stated["train"]["sequences"])
         kept = range(min(size, len(text["validation"])) if self._capture.trial else len(text["validation"]))
         with self._changed:
             self.manifest = _before(settings, {name: each["sequences"] for name, each in stated.items()})
@@ -139,7 +139,7 @@ class LiveCache(LocalCache):
             self._changed.notify_all()
         rows = {
             "train": self._ordered(text["train"], numbers_n, size),
-            "validation": stored_rows(text["validation"], kept),
+            "validation": text["validation"].rows(kept),
         }
         return settings, {name: rows[name] for name in ("validation", "train")}, self._progress
 
@@ -165,9 +165,9 @@ class LiveCache(LocalCache):
 
     def bring_tokenizer(self) -> None:
         """Wait until the folder has a tokenizer. RunError: it will not."""
-        self._wait(lambda: (self.folder / cache_format.TOKENIZER).is_dir())
+        self._wait(lambda: (self.folder / TOKENIZER).is_dir())
 
-    def ensure(self, record: ShardRecord, altered: bool = False) -> Path:
+    def ensure(self, record: Any, altered: bool = False) -> Path:
         """Wait until a shard is published, and fill in its record. RunError: it will not be.
 
         altered: no matter, since the reader names a shard that was altered, and a resumed capture replaces it.
@@ -184,9 +184,9 @@ class LiveCache(LocalCache):
             self._complete(record)
         except (OSError, ValueError) as error:
             raise RunError(f"{self.folder}: the record of shard {record['name']} is damaged ({error})") from None
-        return cache_format.shard_path(self.folder, record["name"])
+        return self.folder / SHARDS / f"{record['name']}.h5"
 
-    def _complete(self, record: ShardRecord) -> str:
+    def _complete(self, record: Any) -> str:
         """Fill in the record of a published shard, and return its digest. OSError, ValueError: its sidecar is lost."""
         if not record["bytes"]:
             found = read_sidecar(self.folder, record["name"])
@@ -211,7 +211,7 @@ class LiveCache(LocalCache):
         if there != state:
             log.warning("%s is not what the run was trained on: the server answers for the rest again", self.folder)
 
-    def ahead(self, records: Iterable[ShardRecord]) -> None:
+    def ahead(self, records: Iterable[Any]) -> None:
         """Nothing: the capture is ahead by itself."""
 
     def _wait(self, there: Callable[[], bool]) -> None:
@@ -230,9 +230,9 @@ class LiveCache(LocalCache):
                 self._changed.wait(_POLL)
 
     def _start(self) -> None:
-        if self._thread is not None and (self.folder / cache_format.MANIFEST).exists():
+        if self._thread is not None and (self.folder / MANIFEST).exists():
             with writing(self.folder):  # it was finished with less than the run reads now
-                remove_file(self.folder / cache_format.MANIFEST)
+                remove_file(self.folder / MANIFEST)
         # a daemon: the end of the process does not wait for a server
         self._thread = threading.Thread(target=self._work, daemon=True, name="capture")
         self._thread.start()
@@ -240,7 +240,7 @@ class LiveCache(LocalCache):
     def _work(self) -> None:
         error: BaseException | None = None
         try:
-            self._capture.build(self)
+            self._capture.build(self.begin)
             done = self._validation + read_manifest(self.folder).splits["train"]["sequences"]
         except _Abandoned:
             return
@@ -254,7 +254,7 @@ class LiveCache(LocalCache):
         """The training split in the order of the capture, each shard when it may be captured."""
         planned = -(-self.planned // size) - 1
         for shard, first in enumerate(range(0, len(numbers_n), size)):
-            path = cache_format.sidecar_path(self.folder, cache_format.shard_name("train", shard))
+            path = self.folder / SHARDS / f"{shard_name('train', shard)}.json"
             with self._changed:
                 while not path.exists() and shard > max(0, self._wanted, min(planned, self._wanted + self._ahead)):
                     if self._abandoned:
@@ -262,7 +262,7 @@ class LiveCache(LocalCache):
                     if self._ending:
                         return
                     self._changed.wait()
-            yield from stored_rows(text, numbers_n[first : first + size])
+            yield from text.rows(numbers_n[first : first + size])
 
     def _progress(self, done: int, _: int | None) -> None:
         """Take what the builder reports between two batches: after a shard is published it counts all of it."""
@@ -276,19 +276,18 @@ class LiveCache(LocalCache):
 
 def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:
     """What the manifest will be, as far as it is known before the first shard, under the digest of the settings."""
-    size, splits = settings.sequences_per_shard, dict[str, SplitRecord]()
+    size, splits = settings.sequences_per_shard, dict[str, Any]()
     for split, number in sizes.items():
-        shards: list[ShardRecord] = []
+        shards = list[Any]()
         for first in range(0, number, size):
-            name, count = cache_format.shard_name(split, len(shards)), min(size, number - first)
+            name, count = shard_name(split, len(shards)), min(size, number - first)
             shards.append({"name": name, "sequences": count, "sha256": "", "bytes": 0})
         splits[split] = {"sequences": number, "broken": 0, "tokens_sha256": "", "shards": shards}
-    span: Any = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
     return Manifest(
         settings=settings,
         splits=splits,
         fidelity=None,
-        temperature_range=span,
+        temperature_range=cast(Any, stated_range(settings.codec)),
         bytes_per_token={},
         index_sha256="",
         tokenizer_files={},

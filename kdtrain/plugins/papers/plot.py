@@ -1,10 +1,10 @@
-"""`kdtrain plot`: the curves of runs as a figure for a paper or a page."""
+"""`kdtrain plot` and `kdtrain report`: the curves of runs as a figure, or on a page with all else that is known."""
 
-from kdtrain.config.commands import PlotConfig
 from kdtrain.errors import UsageError, printable, writing
 from kdtrain.files import published
 from kdtrain.imports import optional
-from kdtrain.monitor.runs import Group, grouped, read_runs, refuse_existing
+from kdtrain.plugins.papers import PlotConfig, ReportConfig
+from kdtrain.plugins.papers.groups import Group, read_groups, refuse_existing
 from kdtrain.registry import nearest
 from kdtrain.tables import show
 
@@ -19,6 +19,19 @@ def main(config: PlotConfig) -> int:
     return 0
 
 
+def report(config: ReportConfig) -> int:
+    """Write the page.
+
+    Raises:
+        UsageError: a folder is not a run, there is no matplotlib, the file is there, or the page would be too large.
+        RunError: the page cannot be written.
+    """
+    optional("matplotlib", "plot", "report")
+    from kdtrain.plugins.papers.page import write
+
+    return write(config)
+
+
 def draw(config: PlotConfig) -> list[Group]:
     """Write the figure; return the runs that it shows.
 
@@ -27,9 +40,9 @@ def draw(config: PlotConfig) -> list[Group]:
         RunError: the figure cannot be written.
     """
     refuse_existing(config.out, config.overwrite)
-    groups = grouped(read_runs(config.runs))
+    groups = read_groups(config.runs)
     optional("matplotlib", "plot", "plot")
-    from kdtrain.monitor import figures
+    from kdtrain.plugins.papers import figures
 
     known = {name for group in groups for run in group.runs for line in run.record.metrics for name in line} - {"step"}
     names = [name.strip() for name in config.y.split(",")]
