@@ -1,8 +1,8 @@
 """The records as tables in pages: `python -m benchmarks.tables [PAGE ...]`, of `PAGES`, or all.
 
-A page of docs has what a user needs, a page beside the benchmarks the rest. Everything between a page's two markers is a
-function of JSON files in `benchmarks/results`, and so is whether a goal is met. The goals on a GPU are in the sections
-of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused there.
+A page of docs has what a user needs, a page beside the benchmarks the rest. What stands between a page's two markers
+is a function of JSON files in `benchmarks/results`, and so is whether a goal is met. The goals on a GPU are in the
+sections of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused there.
 """
 
 import argparse

@@ -10,6 +10,7 @@ once; a rank that is stopped, cut off or never arrives, after the timeout. What 
 a read from a stuck file system for example, still sends its heartbeat.
 """
 
+import math
 import os
 import re
 import signal
@@ -319,7 +320,12 @@ def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 def copies(tensor: torch.Tensor) -> int:
     """How many copies of a sharded tensor the ranks hold; 0 if it is not sharded."""
-    return tensor.device_mesh.size() // tensor.device_mesh["shard"].size() if isinstance(tensor, DTensor) else 0
+    if not isinstance(tensor, DTensor):
+        return 0
+    cut = (
+        size for size, each in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if not each.is_replicate()
+    )
+    return world_size() // math.prod(cut)
 
 
 def lost_rank(error: BaseException | None) -> RunError | None:
@@ -387,3 +393,34 @@ def peak_memory_mb(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def free_everywhere(device: torch.device, given: float | None) -> float | None:
+    """The least free memory of any rank, in bytes, so that all ranks make the same plan; every rank must call it.
+
+    given: GiB to plan with instead.
+    """
+    known = [each for each in all_gather_object(free_memory(device, given)) if each is not None]
+    return min(known, default=None)
+
+
+def free_memory(device: torch.device, given: float | None) -> float | None:
+    """Bytes that are free for a rank; None if unknown.
+
+    given: GiB to plan with instead. The ranks of a node share the memory that Linux can give without swapping, or that
+    the control group has left, whichever is less.
+    """
+    if given is not None:
+        return given * 2**30
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    free, group = [], Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            free.append(max(float(limit) - float(used), 0.0))
+    except OSError:
+        pass
+    return min(free) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if free else None

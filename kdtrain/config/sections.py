@@ -446,6 +446,8 @@ class ParallelConfig(CacheParallelConfig):
     """How the ranks hold the student: a full copy each (ddp) or sharded (fsdp); auto takes what fits."""
     shard_size: int | None = option(None, free=True, least=1)
     """With fsdp: ranks that share one copy of a model, such as those of a node; all ranks if not given."""
+    tensor_parallel: int = option(1, free=True, least=1)
+    """Ranks of a node that compute each forward of the student together, each with a part of every weight."""
     accumulate: Literal["auto", "whole", "sharded"] = option("auto", free=True)
     """With fsdp: micro-batches add up whole gradients, or shards, exchanged each time; auto takes what fits."""
 
@@ -455,6 +457,10 @@ class ParallelConfig(CacheParallelConfig):
             f"--accumulate {self.accumulate} has no effect with --parallel ddp, where each rank holds whole gradients; "
             "leave it out, or use --parallel fsdp",
         )
+
+    def cuts_rows(self, seq_len: int, objective: ObjectiveConfig) -> bool:
+        """Return whether tensor ranks cut the positions between blocks too; a hidden-state loss reads all of them."""
+        return seq_len % self.tensor_parallel == 0 and objective.hidden_loss == "none"
 
 
 QUANTIZED = ("fp8", "mxfp8", "mxfp4")

@@ -27,6 +27,7 @@ Shape suffixes: B batch, T time, V vocabulary, D model width.
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ class SplitModel(nn.Module):
     `fused`: whether the head is split off; `reason`: why not. `separates_documents`: whether `segments` work. `frozen`:
     entries of the state dict that are not trained, where that is a part of it; `base`: the digest of these as they were
     loaded; `lora`: the adapters, if there are any. `keeps_keys`: whether its steps with a KV cache give the logits of
-    whole forwards; None: `generate.decoding` has not tried yet.
+    whole forwards; None: `generate.decoding` has not tried yet. `tensor`: the mesh of the ranks that compute a forward
+    together (`parallel.tensor`), each with a part of the head; `once`: names of parameters that each of these holds
+    whole, and whether their gradient is the sum over these ranks.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -66,6 +69,8 @@ class SplitModel(nn.Module):
         self.base = ""
         self.lora: LoraConfig | None = None
         self.keeps_keys: bool | None = None
+        self.tensor: Any = None
+        self.once: dict[str, bool] = {}
         self._scale = 1.0
         self._softcap: float | None = None
 
@@ -75,7 +80,12 @@ class SplitModel(nn.Module):
         if not self.fused:
             return HeadPart()
         linear = self.model.get_output_embeddings()
-        return HeadPart(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
+        head = HeadPart(linear.weight, getattr(linear, "bias", None), self._scale, self._softcap)
+        if self.tensor is None:
+            return head
+        rows = -(-self.vocab_size // self.tensor.size())  # as `torch.chunk` cuts
+        first = self.tensor.get_local_rank() * rows
+        return replace(head, first=first, size=self.vocab_size, group=self.tensor.get_group())
 
     @property
     def vocab_size(self) -> int:

@@ -25,8 +25,8 @@ class HeadPart:
     not split and returns logits.
 
     Where the ranks of `group`, a process group, each hold a part of the rows, the weight's first row is that of the id
-    `first`, and `size` counts the ids of the whole vocabulary; by default this is the whole head. Dense targets and
-    cells of several tokens need a whole one.
+    `first`, and `size` counts the ids of the whole vocabulary; by default this is the whole head. Cells of several
+    tokens need a whole one.
     """
 
     weight: Tensor | None = None
@@ -41,9 +41,13 @@ class HeadPart:
     group: Any = None
 
     def __call__(self, hidden_BTD: Tensor) -> Tensor:
-        """Return logits [..., V] of its columns from hidden states [..., D], in the dtype of the matrix product."""
+        """Return logits [..., V] of hidden states [..., D], in the dtype of the product; of parts without gradients."""
         if self.weight is None:
             return hidden_BTD
+        if self.group is not None:
+            own = replace(self.gathered(), group=None)(hidden_BTD).detach()
+            assert self.size is not None
+            return self.sum(F.pad(own, (self.first, self.size - self.first - own.shape[-1])))
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, bias))
 
@@ -72,9 +76,14 @@ class HeadPart:
         def whole(tensor: Any) -> Any:
             if not hasattr(tensor, "full_tensor"):
                 return tensor
-            from torch.distributed.tensor import Partial
+            from torch.distributed.tensor import Partial, Replicate
 
-            return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+            if self.group is None:
+                return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+            *data, own = tensor.placements  # the last dimension of the mesh is that of the parts, which stay
+            if data:
+                tensor = tensor.redistribute(placements=[*(Replicate() for _ in data), own])
+            return tensor.to_local(grad_placements=[*(Partial() for _ in data), own])
 
         return replace(self, weight=whole(self.weight), bias=whole(self.bias), size=size or self.size)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from kdtrain.monitor.loggers import Histogram
-from kdtrain.ranks import agreed_max, all_reduce_sum, copies, local
+from kdtrain.ranks import agreed_max, all_reduce_sum, copies, local, world_size
 
 _MAGNITUDES = torch.pow(2.0, torch.arange(-60, 21) / 2.0)
 EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
@@ -22,14 +22,15 @@ _CHUNK = 1 << 22
 def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
     """The histogram of each tensor of any float dtype, on any device; leaves out tensors without a finite number.
 
-    If one tensor is sharded, all must be, and every rank must call this.
+    If one tensor is sharded, every rank must call this; one that is not is the same on each rank.
     """
     filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
     if not filled:
         return {}
     rows = torch.stack([_row(local(tensor)).cpu() for tensor in filled.values()])
-    if number := copies(next(iter(filled.values()))):
-        rows = torch.cat([all_reduce_sum(rows[:, :-2]) / number, agreed_max(rows[:, -2:])], dim=1)
+    if any(numbers := [copies(tensor) for tensor in filled.values()]):
+        each = torch.tensor([number or world_size() for number in numbers], dtype=rows.dtype)[:, None]
+        rows = torch.cat([all_reduce_sum(rows[:, :-2]) / each, agreed_max(rows[:, -2:])], dim=1)
     return {name: _histogram(row) for name, row in zip(filled, rows.tolist(), strict=True) if sum(row[:_BINS])}
 
 

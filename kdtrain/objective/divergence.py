@@ -228,6 +228,19 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
 
 
 @functools.lru_cache
+def adds_up(divergence: str) -> bool:
+    """Return whether `divergence` over all tokens is the sum of it over some and over the others."""
+    name, number = parse(divergence)
+    chance = torch.Generator().manual_seed(0)
+    log_p_RE, log_q_RE = torch.randn(2, 3, 64, dtype=torch.float64, generator=chance).log_softmax(-1)
+    whole_R, one_R, other_R = (
+        DIVERGENCES.get(name).of(Events(log_p_RE[:, part], log_q_RE[:, part]), number)
+        for part in (slice(None), slice(20), slice(20, None))
+    )
+    return torch.allclose(whole_R, one_R + other_R)
+
+
+@functools.lru_cache
 def _wrong_shape(of: Measure, number: float) -> str | None:
     """What a divergence returns for three rows, if it is no value a row; an error of its own is left to its use."""
     log_p_RE = torch.full((3, 64), -math.log(64))

@@ -226,13 +226,14 @@ def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision, head
         return [zero_R] * 5
     targets = rows.targets.resolved()
     known = targets.compare(z_RV, rows.labels, head)
+    sum_over_parts = head.sum if known.in_parts else (lambda each: each)
     variance_R = _sample_variance(known.divergence, targets) if _sampled(targets) else zero_R
-    columns = [forward_kl(known.divergence), variance_R, -targets.label_logprob.to(z_RV.dtype)]
+    columns = [sum_over_parts(forward_kl(known.divergence)), variance_R, -targets.label_logprob.to(z_RV.dtype)]
     if known.most_likely is None or top_R is None:
         return [*columns, zero_R, zero_R]
     agreement_R = (known.most_likely == top_R).to(z_RV.dtype)
     overlap_R = torch.minimum(known.overlap.teacher, known.overlap.student).exp().sum(-1)
-    return [*columns, agreement_R, overlap_R]
+    return [*columns, agreement_R, sum_over_parts(overlap_R)]
 
 
 def _sampled(targets: Targets) -> bool:

@@ -50,6 +50,8 @@ class Comparison(NamedTuple):
     """Those of sum min(p, q)."""
     most_likely: Tensor | None
     """[R] the teacher's most likely token; None if the targets do not contain it."""
+    in_parts: bool = False
+    """True if the events are the columns of the head: what is summed over them is a part of the sum."""
 
 
 class Targets(ABC):
@@ -182,12 +184,12 @@ class Targets(ABC):
         """Bytes [N] of the labels that `label_logprob` is of: here each row's own, which are given."""
         return own_N
 
-    def reader(self, chunk: int, compile: bool) -> ChunkLogits | None:
-        """What `row_logprobs` needs to compute chunks of at most `chunk` rows, if anything."""
+    def reader(self, chunk: int, compile: bool, columns: slice) -> ChunkLogits | None:
+        """What `row_logprobs` needs to compute these columns of chunks of at most `chunk` rows, if anything."""
         return None
 
-    def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
-        """Teacher's log p [R,V] at T = 1, up to a constant a row, of at most a chunk."""
+    def row_logprobs(self, reader: ChunkLogits | None, columns: slice) -> Tensor:
+        """Teacher's log p [R,V] at T = 1, up to a constant a row, of at most a chunk, in these columns of it."""
         raise NotImplementedError
 
     def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
@@ -477,12 +479,17 @@ class DenseTargets(Targets):
         mass_NV = self.logprobs.float().exp()
         return torch.arange(self.width, device=mass_NV.device).expand(mass_NV.shape), mass_NV
 
-    def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
-        return self.logprobs
+    def row_logprobs(self, reader: ChunkLogits | None, columns: slice) -> Tensor:
+        return self.logprobs[:, columns]
 
     def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
-        events = Events(torch.log_softmax(self.energies(), dim=-1), torch.log_softmax(z_RV, dim=-1))
-        return Comparison(events, events, self.logprobs.argmax(-1))
+        log_p_RV = torch.log_softmax(self.energies(), dim=-1)
+        if head.group is None:
+            events = Events(log_p_RV, torch.log_softmax(z_RV, dim=-1))
+        else:
+            own_RV = log_p_RV[:, head.first : head.first + z_RV.shape[1]]
+            events = Events(own_RV, z_RV - head.log_sum_exp(z_RV)[:, None])
+        return Comparison(events, events, self.logprobs.argmax(-1), in_parts=True)
 
 
 @dataclass(frozen=True)
@@ -516,11 +523,16 @@ class OnlineTargets(Targets):
         values_N = kept.by_parts(lambda part: part.resolved().log_partition(beta))
         return values_N if keep_N is None else _keep(values_N, keep_N, 0.0)
 
-    def reader(self, chunk: int, compile: bool) -> ChunkLogits:
-        return ChunkLogits(self.hidden, self.head, self.width, chunk, compile)
+    def reader(self, chunk: int, compile: bool, columns: slice) -> ChunkLogits | None:
+        if self.head.weight is None and columns != slice(None):
+            return None
+        weight, bias = (None if each is None else each[columns] for each in (self.head.weight, self.head.bias))
+        own = replace(self.head, weight=weight, bias=bias, first=columns.start or 0)
+        return ChunkLogits(self.hidden, own, self.width, chunk, compile)
 
-    def row_logprobs(self, reader: ChunkLogits | None) -> Tensor:
-        assert reader is not None
+    def row_logprobs(self, reader: ChunkLogits | None, columns: slice) -> Tensor:
+        if reader is None:
+            return chunk_logits(self.hidden, self.head, self.width)[:, columns]
         return reader(self.hidden)
 
 

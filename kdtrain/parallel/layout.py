@@ -1,26 +1,30 @@
 """The layout of ranks: which part of a step's data each reads, and with whom it exchanges what.
 
-A run trains with data parallelism: each rank is a data rank of its own. With tensor or context parallelism several
-ranks would share a data rank, and read the same sequences with the same random numbers. What means the data rank takes
-it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests. The layout is made once in
-a run, before anything else is resolved (`run.recipe`), and handed on: gradients, sums and shards go over its groups.
+With tensor parallelism `tensor_size` ranks with consecutive numbers, on one node where the launcher counts so, compute
+one forward together: they are one data rank, and read the same sequences with the same random numbers. What means the
+data rank takes it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests. The layout
+is made once in a run, before anything else is resolved (`run.recipe`), and handed on: gradients, sums and shards go
+over its groups.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, device
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from kdtrain.ranks import all_reduce_sum, rank, world_size
+from kdtrain.errors import UsageError
+from kdtrain.ranks import all_reduce_sum, rank, reported, world_size
 
 
 @dataclass(frozen=True)
 class RankLayout:
     """The place of this rank; by default that of a single process.
 
-    `mesh` has the data ranks in one row, its dimension `shard`, and `data_group` is their process group.
+    `mesh` has the data ranks in its dimension `shard`, and where several share a copy of a model also `replicate`;
+    `data_group` is their process group. `tensor_mesh` has the ranks of one data rank.
     """
 
     data_rank: int = 0
@@ -28,18 +32,50 @@ class RankLayout:
     """How many parts the data of a step has."""
     mesh: Any = None
     data_group: Any = None
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    """How many ranks compute one forward together."""
+    tensor_mesh: Any = None
 
     @classmethod
-    def of_ranks(cls, device: device) -> "RankLayout":
-        """Make the layout of data parallelism over all ranks. Every rank must call it."""
-        if (size := world_size()) == 1:
+    def of_ranks(cls, device: torch.device, tensor: int = 1, sharing: int | None = None) -> "RankLayout":
+        """Make the layout of all ranks. Every rank must call it.
+
+        Args:
+            tensor: ranks that compute a forward together.
+            sharing: with tensor parallelism, the data ranks that share one copy of a model; None: all.
+
+        Raises:
+            UsageError: one of the numbers does not divide the ranks.
+        """
+        size = world_size()
+        if size % tensor:
+            start = f"torchrun --nproc-per-node {tensor}" if size == 1 else f"a multiple of {tensor} ranks"
+            raise reported(UsageError(f"--tensor-parallel {tensor} does not divide {size} ranks; start {start}"))
+        if size == 1:
             return cls()
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-        return cls(rank(), size, mesh, mesh.get_group())
+        if tensor == 1:
+            mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+            return cls(rank(), size, mesh, mesh.get_group())
+        data = size // tensor
+        sharing = sharing or data
+        if data % sharing:
+            raise reported(
+                UsageError(f"--shard-size {sharing} does not divide {data} data ranks; choose one that does")
+            )
+        names = ("replicate", "shard", "tensor")
+        every = init_device_mesh(device.type, (data // sharing, sharing, tensor), mesh_dim_names=names)
+        mesh = every["shard"] if sharing == data else every["replicate", "shard"]
+        group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten("data").get_group()
+        return cls(rank() // tensor, data, mesh, group, rank() % tensor, tensor, every["tensor"])
+
+    def __str__(self) -> str:
+        each = f"{self.data_size} data ranks"
+        return each if self.tensor_size == 1 else f"{each} of {self.tensor_size} tensor ranks"
 
     def sharing(self, size: int | None) -> Any:
         """Return the mesh in which `size` data ranks share one copy of a model; None: all. Every rank must call it."""
-        if size in (None, self.data_size):
+        if size in (None, self.data_size) or self.tensor_size > 1:
             return self.mesh
         shape = self.data_size // size, size
         return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
@@ -49,5 +85,14 @@ class RankLayout:
         return np.array_split(indices, self.data_size)[self.data_rank]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the data ranks, entry by entry; every rank must call it."""
+        """The sum over the data ranks, entry by entry, with the same bits on each rank; every rank must call it."""
+        if self.tensor_size > 1:
+            return all_reduce_sum(self.once(tensor))
         return tensor if self.data_size == 1 else all_reduce_sum(tensor, self.data_group)
+
+    def once(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the first tensor rank of a data rank and 0 on others: in a sum over all ranks each counts once.
+
+        Tensor ranks may round apart; what follows from a sum of one of them is the same on all.
+        """
+        return tensor if self.tensor_rank == 0 else torch.zeros_like(tensor)

@@ -39,11 +39,9 @@ here.
 """
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -65,7 +63,7 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import all_gather_object, is_main, world_size
+from kdtrain.ranks import is_main, world_size
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
@@ -105,6 +103,23 @@ class ModelFootprint:
     def trained(self) -> int:
         """Parameters that are trained."""
         return self.parameters - self.frozen
+
+    def part(self, ranks: int, whole: float | None) -> "ModelFootprint":
+        """Return what one of some tensor ranks has of it: norms are counted as cut too, as they are few.
+
+        whole: bytes a token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
+        forward keeps is counted whole.
+        """
+        cut = {
+            name: -(-getattr(self, name) // ranks)
+            for name in ("parameters", "in_layers", "vocabulary", "frozen", "frozen_in_layers")
+        }
+        if whole is None:
+            return replace(self, **cut)
+        same = min(whole * self.layers, self.kept)
+        kept, by_checkpoints = same + (self.kept - same) / ranks, self.kept_by_checkpoints / ranks
+        once = {name: getattr(self, name) / ranks for name in ("kept_once", "kept_once_by_checkpoints")}
+        return replace(self, **cut, **once, kept=kept, kept_by_checkpoints=by_checkpoints)
 
 
 def model_footprint(
@@ -244,6 +259,8 @@ class MemoryPlan:
     """Ranks that share one copy of a sharded model; all when None."""
     accumulate: Literal["whole", "sharded"] = "whole"
     """The gradients of a sharded student that micro-batches add up on a rank."""
+    tensor: int = 1
+    """Tensor ranks, each of which has a part of a student; the rest of the plan is that of the data ranks."""
     needs: dict[str, float] = field(default_factory=dict, compare=False)
     """Bytes a rank needs, by part, at the moment of the largest sum; empty without an estimate."""
     moment: str = ""
@@ -259,6 +276,7 @@ class MemoryPlan:
     def table(self) -> dict[str, Any]:
         """The plan for people and for JSON; memory in GiB a rank."""
         shown: dict[str, Any] = {"student": self.student, "teacher": self.teacher}
+        shown |= {"tensor ranks": self.tensor} if self.tensor > 1 else {}
         if "fsdp" in (self.student, self.teacher):
             shown["ranks that share a copy"] = self.shard_size or "all"
         if self.student == "fsdp":
@@ -275,6 +293,10 @@ class MemoryPlan:
         shards = f"sharded over {self.shard_size or 'all'} ranks"
         student = {"single": "whole", "ddp": "whole on each rank (DDP)", "fsdp": f"{shards} (FSDP2)"}[self.student]
         teacher = {"none": "", "replicate": ", the teacher whole on each", "fsdp": f", the teacher {shards}"}
+        if self.tensor > 1:
+            cut = f"cut over {self.tensor} tensor ranks"
+            more = {"single": "", "ddp": ", the same on each data rank", "fsdp": f", each part {shards}"}[self.student]
+            student = cut + more.replace("ranks", "data ranks")
         return f"the student {student}{teacher[self.teacher]}"
 
 
@@ -299,9 +321,9 @@ def choose(
     least = min(plans, key=lambda plan: plan.total)
     parts = ", ".join(f"{name} {each / GIB:.2f}" for name, each in least.needs.items())
     who = job.student.name if job.teacher is None else f"{job.student.name} and its teacher {job.teacher.name}"
-    helps = list(_what_helps(options, world, job, free))
+    helps, devices = list(_what_helps(options, world, job, free)), world * options.tensor_parallel
     raise UsageError(
-        f"{who} need {least.total / GIB:.2f} GiB on {'the device' if world == 1 else f'each of {world} devices'} "
+        f"{who} need {least.total / GIB:.2f} GiB on {'the device' if devices == 1 else f'each of {devices} devices'} "
         f"({parts}; student {least.student}, teacher {least.teacher}), and {free / GIB:.2f} GiB are free: "
         + (f"it would fit with {'; or with '.join(helps)}" if helps else "take a smaller model, or larger devices")
     )
@@ -452,7 +474,12 @@ def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> Memo
     own = config.parallel
     if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    return choose(own, world_size(), online=config.online, job=job, free=free)
+    plan = choose(own, _data_ranks(config), online=config.online, job=job, free=free)
+    return replace(plan, tensor=own.tensor_parallel)
+
+
+def _data_ranks(config: DistillConfig) -> int:
+    return world_size() // config.parallel.tensor_parallel
 
 
 def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free: float | None) -> int:
@@ -462,7 +489,8 @@ def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free
     """
     micro = share
     if job is not None and free is not None:
-        while micro % 2 == 0 and not _fits(config.parallel, world_size(), replace(job, micro_batch_size=micro), free):
+        ranks = _data_ranks(config)
+        while micro % 2 == 0 and not _fits(config.parallel, ranks, replace(job, micro_batch_size=micro), free):
             micro //= 2
     return micro
 
@@ -488,6 +516,10 @@ def job_of(
     narrow, quantization = head_dtype(mode), config.quantization
     rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)
     in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
+    if (ranks := config.parallel.tensor_parallel) > 1:
+        # of each block the positions that it takes in, in the format of products
+        inside = 2.0 * measured.width * (4 if narrow is None else 2)
+        measured = measured.part(ranks, inside if config.parallel.cuts_rows(seq_len, config.objective) else None)
     return Job(
         student=measured,
         teacher=teacher,
@@ -563,34 +595,3 @@ def footprint_of(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
             reason = " ".join(str(error).split())[:120]
             log.info("memory of %s not estimated: %s: %s", spec.name, type(error).__name__, reason)
         return None
-
-
-def free_everywhere(device: torch.device, given: float | None) -> float | None:
-    """The least free memory of any rank, in bytes, so that all ranks make the same plan; every rank must call it.
-
-    given: GiB to plan with instead.
-    """
-    known = [each for each in all_gather_object(free_memory(device, given)) if each is not None]
-    return min(known, default=None)
-
-
-def free_memory(device: torch.device, given: float | None) -> float | None:
-    """Bytes that are free for a rank; None if unknown.
-
-    given: GiB to plan with instead. The ranks of a node share the memory that Linux can give without swapping, or that
-    the control group has left, whichever is less.
-    """
-    if given is not None:
-        return given * GIB
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    free, group = [], Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit != "max":
-            free.append(max(float(limit) - float(used), 0.0))
-    except OSError:
-        pass
-    return min(free) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if free else None

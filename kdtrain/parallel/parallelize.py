@@ -133,6 +133,24 @@ class Replicated(SingleProcess):
                 yield
 
 
+class Summed(SingleProcess):
+    """A module of tensor ranks whose parts are the same on each data rank: DDP takes no DTensors.
+
+    The gradients of a step are summed after its last backward.
+    """
+
+    kind = "summed"
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Wraps forward and backward of a micro-batch."""
+        yield
+        if last and self.layout.data_size > 1:
+            gradients = [local(each.grad) for each in self.model.parameters() if each.grad is not None]
+            for work in [dist.all_reduce(each, group=self.layout.data_group, async_op=True) for each in gradients]:
+                work.wait()
+
+
 class Sharded(SingleProcess):
     """A module whose model was sharded by `shard`.
 
@@ -162,6 +180,8 @@ def parallelize(student: Any, kind: str, layout: RankLayout, accumulate: str = "
         return SingleProcess(student, student.model, layout)
     if kind == "fsdp":
         return Sharded(student, student.model, layout, accumulate)
+    if layout.tensor_size > 1:
+        return Summed(student, student.model, layout)
     own = {name for name, _ in student.named_parameters() if not name.startswith("model.")}
     model = student.model
     with student.eager():  # the probe is shorter than any batch
@@ -260,7 +280,8 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor, norm in zip(tensors, torch._foreach_norm([local(each) for each in tensors]), strict=True):
         groups: tuple[Any, ...] = ()
         if isinstance(tensor, DTensor):
-            sharded = (number for number, each in enumerate(tensor.placements) if each.is_shard())
+            # also `_StridedShard`, of a parameter that tensor and data ranks cut along one dimension
+            sharded = (number for number, each in enumerate(tensor.placements) if not each.is_replicate())
             groups = tuple(map(tensor.device_mesh.get_group, sharded))
         squares[groups] = squares.get(groups, 0.0) + norm.double() ** 2
     for groups, part in squares.items():

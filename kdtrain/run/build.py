@@ -64,6 +64,11 @@ def build(recipe: Recipe) -> Run:
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
     agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
+    if recipe.layout.tensor_size > 1:  # a module that other runs do not load
+        from kdtrain.parallel import tensor
+
+        size, cuts = recipe.facts.vocab_size, config.parallel.cuts_rows(recipe.facts.seq_len, config.objective)
+        tensor.apply(model, recipe.layout, device, vocab_size=min(size, model.vocab_size), sequence=cuts)
     mesh = recipe.layout.sharing(plan.shard_size)
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
         shard(model, mesh, dtype=recipe.formats.gathered)
@@ -104,7 +109,8 @@ def _load_student(recipe: Recipe) -> SplitModel:
     if spec.init == "pretrained":
         refuse_vocabulary(vocabulary(spec), facts.vocab_size, facts.tokenizer_size)
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
-    whole = recipe.plan.student != "fsdp" and spec.weights is None  # else it may be too large for one device
+    cut = recipe.plan.student == "fsdp" or recipe.layout.tensor_size > 1
+    whole = not cut and spec.weights is None  # else it may be too large for one device
     model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
     if facts.end_tokens and facts.tokenizer is not None:
         line = learn_ends(model, facts.end_tokens, load_tokenizer(facts.tokenizer))
@@ -192,7 +198,7 @@ def _student(recipe: Recipe, model: SplitModel, hidden: "HiddenLoss | None") -> 
         document_mask=facts.document_mask,
         compile=recipe.compiles,
         compile_mode=recipe.config.precision.torch_compile_mode,
-        by_layer=recipe.plan.student != "single",
+        by_layer=recipe.plan.student != "single" or recipe.layout.tensor_size > 1,
         hidden_loss=None if hidden is None else hidden.to(recipe.device),
         hidden_weight=objective.hidden_weight,
         layers=() if hidden is None else hidden.student_layers,

@@ -34,9 +34,9 @@ from kdtrain.models.loading import check_student
 from kdtrain.models.spec import ModelSpec, read_spec, with_weights
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.layout import RankLayout
-from kdtrain.parallel.memory_plan import ModelFootprint, free_everywhere, shards_teacher
+from kdtrain.parallel.memory_plan import ModelFootprint, shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
-from kdtrain.ranks import is_main, on_main, peak_memory_mb, raise_on_all_ranks, world_size
+from kdtrain.ranks import free_everywhere, is_main, on_main, peak_memory_mb, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import (
     begun,
     begun_with,

@@ -27,23 +27,23 @@ from kdtrain.imports import optional
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.hub import ask_config
 from kdtrain.models.loading import is_adapter, is_model_folder, with_weights_of
+from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
 from kdtrain.net.address import parse_address
-from kdtrain.objective.divergence import parse, refuse
+from kdtrain.objective.divergence import adds_up, parse, refuse
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
     Job,
     MemoryPlan,
     fitting_micro_batch,
-    free_everywhere,
     job_of,
     plan_run,
     student_parameters,
 )
 from kdtrain.precision.formats import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
-from kdtrain.ranks import is_main, on_main, pick_device, raise_on_all_ranks, reported, world_size
+from kdtrain.ranks import free_everywhere, is_main, on_main, pick_device, raise_on_all_ranks, reported
 from kdtrain.run.folder import deciding, restarted, run_lock, saved_choices
 from kdtrain.tables import short
 from kdtrain.training.schedule import total_steps
@@ -168,7 +168,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
 
     UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """
-    layout = RankLayout.of_ranks(device)
+    layout = RankLayout.of_ranks(device, given.parallel.tensor_parallel, given.parallel.shard_size)
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
     attention, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
@@ -215,6 +215,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
                 "--teacher-parallel replicate, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
+        if layout.tensor_size > 1:
+            _refuse_with_tensor_ranks(given, student, size, facts, formats)
         lr, lr_from = _rate(given, student, size, rate)
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
@@ -225,6 +227,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
             teacher.check(seq_len, given.data.document_mask is True)  # of auto `TextData` decides
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
+        if layout.tensor_size > 1 and getattr(sources["train"], "write_collective", None) is not None:
+            raise UsageError("--tensor-parallel cannot be used with text that ranks write; use --parallel fsdp")
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
         objective, alpha_from = _with_alpha(objective, sources["train"].facts, alpha)
         if teacher is not None:
@@ -277,6 +281,29 @@ def _refuse_other_tokenizer(
     with allowing(config, "tokenizer", meaning):
         own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
         refuse_tokenizer(own, theirs)
+
+
+def _refuse_with_tensor_ranks(
+    config: DistillConfig, student: ModelSpec, vocab_size: int | None, facts: Facts | None, formats: Formats
+) -> None:
+    """Refuse what tensor parallelism is not made for, and a student whose model it cannot cut."""
+    from kdtrain.parallel.tensor import refuse_plan
+
+    option = f"--tensor-parallel {config.parallel.tensor_parallel}"
+    dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
+    refused = {
+        f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
+        "adapters (--lora-rank), whose layers are whole": student.lora is not None,
+        "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
+        and facts.alignment is not None,
+        f"--divergence {config.objective.divergence} over whole distributions, as it is no sum over tokens": dense
+        and config.objective.distils
+        and not adds_up(config.objective.divergence),
+    }
+    if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
+        raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
+    theirs = configuration(student, vocab_size)
+    refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
 
 
 def _rate(
@@ -431,8 +458,8 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
 def _micro_batch(config: DistillConfig, ranks: int, job: Job | None, free: float | None) -> int:
     """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
     batch, micro = config.batch_size, config.micro_batch_given
-    if (size := config.parallel.shard_size) is not None and world_size() % size:
-        raise UsageError(f"--shard-size {size} does not divide {world_size()} ranks; choose one that does")
+    if (size := config.parallel.shard_size) is not None and ranks % size:
+        raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
     if batch % (ranks * (micro or 1)):
         by = f" x --micro-batch-size {micro}" if micro else ""
         raise UsageError(f"--batch-size {batch} is not a multiple of {ranks} ranks{by}; choose one that is")

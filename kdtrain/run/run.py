@@ -309,6 +309,7 @@ class Run:
             "compiled": student.compile_objective,
             "ranks": world_size(),
             "student over ranks": recipe.plan.student,
+            **({} if recipe.layout.tensor_size == 1 else {"tensor ranks": recipe.layout.tensor_size}),
             "steps": recipe.total,
             "lr": {"peak": config.optimizer.lr, "from": recipe.lr_from or "--lr"},
             "launch": launch(),
@@ -365,7 +366,8 @@ class Run:
             step = (
                 f"each step {trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro} sequences on each"
             )
-            lines.append(f"{world_size()} ranks, {recipe.plan}: {step}")
+            ranks = str(recipe.layout) if recipe.layout.tensor_size > 1 else f"{world_size()} ranks"
+            lines.append(f"{ranks}, {recipe.plan}: {step}")
         enabled = "[TimeResume] Adaptive quantization training enabled" if trainer.state.adaptive is not None else ""
         resumed = f"resuming from {loaded}" if loaded is not None else ""
         anew = config.checkpoint.resume == "latest" and not recipe.resumed
@@ -408,7 +410,8 @@ class Run:
         student, has_best = trainer.student.model, state.progress.best_step is not None
         saved: Mapping[str, Any] = self.identity
         packed = self.recipe.student.weights
-        if self.recipe.plan.student == "fsdp" or packed is not None:  # no rank holds the whole student
+        cut = self.recipe.plan.student == "fsdp" or self.recipe.layout.tensor_size > 1
+        if cut or packed is not None:  # no rank holds the whole student
             path = self._best() if has_best else trainer.store.choose("latest")
             commit = getattr(student.model.config, "_commit_hash", None)  # of a model on the hub: what was loaded
             base = self.recipe.student if commit is None else replace(self.recipe.student, revision=commit)

@@ -107,13 +107,21 @@ def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: fl
     roles["projections"] = [] if student.hidden_loss is None else list(student.hidden_loss.parameters())
     groups: Groups = [
         {
-            "params": parameters,
+            "params": part,
             "role": role,
             "weight_decay": config.weight_decay if role in ("hidden", "head") else 0.0,
             "peak": temperature_lr / config.peak_lr if role == "temperature" else 1.0,
         }
         for role, parameters in roles.items()
-        if parameters
+        for part in _of_one_mesh(parameters)
     ]
     optimizer: Optimizer = OPTIMIZERS.get(config.optimizer)(groups, config)
     return optimizer
+
+
+def _of_one_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters by the mesh over which they are sharded: one kernel takes those of one mesh."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for each in parameters:
+        found.setdefault(getattr(each, "device_mesh", None), []).append(each)
+    return [*found.values()]

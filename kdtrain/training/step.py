@@ -16,7 +16,7 @@ enough memory would wait in a collective for the one without.
 import gc
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,7 +33,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
-from kdtrain.ranks import is_main, local, world_size
+from kdtrain.ranks import all_reduce_sum, is_main, local, world_size
 from kdtrain.training.guards import non_finite
 from kdtrain.training.observers import Observer, StepView
 from kdtrain.training.optimizers import Optimizer
@@ -408,14 +408,16 @@ class Stepper:
         total = self.student.total(own, temperature)
         # filled on the device: `new_tensor` would copy from the host, which waits for all work in the queue
         due, signal_ = total.new_full((), float(is_main() and save_due)), total.new_zeros(())
-        if self.layout.data_size == 1:
+        if world_size() == 1:
             loss = total / own.tokens.double().clamp(min=1)
         else:
             requests = [total.new_full((), float(stop.received == each)) for each in _SIGNALS]
             compared = own.members.flatten()
             scalars = torch.stack([total, due, *requests, *(each.double() for each in own[:-1])])
-            vector, compared = self.layout.sum(torch.cat([scalars, compared])).split([len(scalars), len(compared)])
             first = 2 + len(_SIGNALS)
+            numbers = self.layout.once(torch.cat([scalars, compared]))
+            numbers[1:first] = scalars[1:first]  # of a stop request or a checkpoint each rank is asked
+            vector, compared = all_reduce_sum(numbers).split([len(scalars), len(compared)])
             due, votes = vector[1], vector[2:first]
             own = LossOutput._make([*vector[first:], compared.view(-1, 6)])
             requested = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
@@ -459,13 +461,17 @@ class Stepper:
         return norm, scale
 
     def _all_reduce_gradients(self) -> None:
-        """Sum over the data ranks the gradients that no wrapper exchanges."""
-        gradients = self._unclipped()
-        if self.layout.data_size == 1 or not gradients:
-            return
-        flat = self.layout.sum(torch.cat([each.flatten() for each in gradients]))
-        for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        """Sum the gradients that no wrapper exchanges: of temperature and projections over the data ranks, and over
+        the tensor ranks those of weights that each of these holds whole, of which they see parts."""
+        if world_size() > 1:
+            _replace(self._unclipped(), self.layout.sum)
+        if self.layout.tensor_size > 1:
+            model, group = self.student.model, self.layout.tensor_mesh.get_group()
+            named = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
+            parts = [local(each) for name, each in named if model.once.get(name, False)]
+            same = [local(each) for name, each in named if not model.once.get(name, True)]
+            _replace(parts, lambda flat: all_reduce_sum(flat, group))
+            _replace(same, lambda flat: all_reduce_sum(self.layout.once(flat), group))
 
     def _unclipped(self) -> list[torch.Tensor]:
         """The gradients that are not part of the norm."""
@@ -527,6 +533,14 @@ class Stepper:
         if self.student.device.type == "cuda":
             torch.cuda.empty_cache()
         return f"{text}: continuing with {self.micro}, as --micro-batch-size {self.micro} does from the start"
+
+
+def _replace(tensors: list[torch.Tensor], exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace tensors by what `exchange` returns for all of them in one row."""
+    if tensors:
+        flat = exchange(torch.cat([each.flatten() for each in tensors]))
+        for each, new in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
+            each.copy_(new.view_as(each))
 
 
 def _scales_in_optimizer(optimizer: Optimizer, device: torch.device) -> bool:

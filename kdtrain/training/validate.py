@@ -60,7 +60,7 @@ def validate(
                 vocab_size=student.vocab_size,
                 bytes_N=None if sizes is None else sizes.to(labels_N.device)[labels_N.clamp(0, len(sizes) - 1)],
             )
-    if layout.data_size == 1:
+    if layout.data_size * layout.tensor_size == 1:
         return total
     return Metrics.from_vector(layout.sum(torch.tensor(total.vector(), dtype=torch.float64)).tolist())
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kdtrain import cli
+from kdtrain import cli, ranks
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import read_spec
@@ -79,14 +79,14 @@ def test_a_plan_that_needs_several_processes_is_refused_in_one(workbench, caplog
 
 
 def test_the_ranks_of_a_node_share_what_its_cpu_has_with_or_without_a_limit(monkeypatch):
-    alone = memory_plan.free_memory(torch.device("cpu"), None)
+    alone = ranks.free_memory(torch.device("cpu"), None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    shared = memory_plan.free_memory(torch.device("cpu"), None)
+    shared = ranks.free_memory(torch.device("cpu"), None)
     assert alone and shared and 3 < alone / shared < 5
-    assert memory_plan.free_memory(torch.device("cpu"), 2.0) == 2 * 2**30
+    assert ranks.free_memory(torch.device("cpu"), 2.0) == 2 * 2**30
     unlimited = {"meminfo": "MemAvailable: 4 kB", "memory.max": "max\n", "memory.current": "1\n"}
-    monkeypatch.setattr(memory_plan.Path, "read_text", lambda path: unlimited[path.name])
-    assert memory_plan.free_memory(torch.device("cpu"), None) == 1024
+    monkeypatch.setattr(ranks.Path, "read_text", lambda path: unlimited[path.name])
+    assert ranks.free_memory(torch.device("cpu"), None) == 1024
 
 
 def test_the_automatic_micro_batch_is_the_largest_that_the_plan_finds_room_for(workbench):

@@ -32,6 +32,7 @@ CACHED = ("--cache", "chat-cache", "--precision", "fp32")
 BF16 = ("--cache", "chat-cache", "--precision", "bf16", "--alpha", 0.9)  # an average over ranks is rounded elsewhere
 ONLINE = ("--teacher", "teacher", *SMALL, "--precision", "fp32")
 DDP, FSDP = ("--parallel", "ddp"), ("--parallel", "fsdp")
+TENSOR = ("--tensor-parallel", 2)
 
 SAME = 1e-5
 NUMBERS = {
@@ -63,6 +64,15 @@ CASES = {
         (*ONLINE, "--hidden-loss", "mse", "--divergence", "reverse-kl", "--temperature-mode", "likelihood"),
         SAME,
         [(2, (*DDP, "--teacher-parallel", "replicate")), (2, (*FSDP, "--teacher-parallel", "fsdp"))],
+    ),
+    "tensor ranks": (
+        (*CACHED, "--temperature-mode", "likelihood"),
+        SAME,
+        [
+            (2, (*TENSOR, "--micro-batch-size", 2)),
+            (4, (*TENSOR, *DDP, "--micro-batch-size", 1)),
+            (4, (*TENSOR, *FSDP, "--micro-batch-size", 1)),
+        ],
     ),
     "learned temperature": (
         (*CACHED, "--divergence", "jsd", "--temperature-mode", "adversarial"),

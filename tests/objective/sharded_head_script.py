@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.metrics import chunks, losses, measure
-from kdtrain.objective.targets import Supervision
+from kdtrain.objective.targets import DenseTargets, OnlineTargets, Supervision
 
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
@@ -53,12 +53,22 @@ kinds, reduce = set(), dist.all_reduce
 dist.all_reduce = lambda tensor, *rest: kinds.add(tensor.dtype) or reduce(tensor, *rest)
 rows = [slice(0, 9), slice(9, 26)][rank]  # three of padding
 cases = {"cross-entropy": None, "top-k": (5, 0), "samples": (0, 12), "both": (4, 8), "all of a part": (12, 8)}
+cases |= {"forward-kl": "dense", "jsd": "dense", "reverse-kl": "online"}
 for name, kept in cases.items():
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
         p = problem(n=24, bias=True, padding=3, scale=1.3, softcap=5.0).cast(dtype)
         if name == "all of a part":  # the teacher's likely entries are all that rank 0 has
             p.energies = (p.energies + 10.0 * (torch.arange(23) < 9)).log_softmax(-1)
-        targets = None if kept is None else sparse(p.energies, p.labels, *kept, dtype=torch.float64)
+        targets = None
+        if isinstance(kept, tuple):
+            targets = sparse(p.energies, p.labels, *kept, dtype=torch.float64)
+        elif kept == "dense":
+            targets = DenseTargets(p.energies, p.energies.gather(1, p.labels.clamp(0, 22)[:, None]).squeeze(1))
+        elif kept == "online":
+            states, weight = torch.randn(24, 8, dtype=dtype), torch.randn(26, 8, dtype=dtype)
+            dist.broadcast(states, 0)
+            dist.broadcast(weight, 0)
+            targets = OnlineTargets(states, p.labels, HeadPart(weight), 23)
         weight, bias = (x.detach()[rows].clone().requires_grad_() for x in p.leaves()[1:])
         part = replace(p.head, weight=weight, bias=bias, first=rows.start, size=26, group=dist.group.WORLD)
         hidden = p.hidden.detach().clone().requires_grad_()
@@ -67,7 +77,7 @@ for name, kept in cases.items():
             t = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
             output = distillation_loss(
                 states, head, p.labels, p.mask, targets, temperature=t, alpha=0.7, vocab_size=23, normalizer=count,
-                chunk=7,
+                chunk=7, divergence=name if isinstance(kept, str) else "forward-kl",
             )  # fmt: skip
             output.loss.backward()
             results.append([output.loss.detach(), output.kd_at_one, states.grad, t.grad])
@@ -77,6 +87,8 @@ for name, kept in cases.items():
             if want is not None:
                 error = (got - want).norm() / want.norm().clamp(min=1e-3)
                 assert error <= near, (name, dtype, number, error)
+        if dtype != torch.bfloat16:
+            torch.testing.assert_close(part(p.hidden), p.head(p.hidden).detach(), rtol=near, atol=near)
         head = replace(part, size=23)
         found, expected = (measure(p.hidden, each, p.labels, p.mask, targets, vocab_size=23) for each in (head, p.head))
         assert torch.tensor(found.vector()).allclose(torch.tensor(expected.vector()), rtol=near, equal_nan=True), name

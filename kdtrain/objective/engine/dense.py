@@ -13,6 +13,9 @@ divergence is still a few lines.
 All sums are shifted by the largest entry of their row; the error that rounding log-sums to fp32 makes in the divergence
 is corrected in fp64.
 
+Of a head in parts each rank has its columns of both sides, and the sums go over the parts: a divergence that is a sum
+over tokens is then that of whole rows (`divergence.adds_up`).
+
 Shape suffixes: R rows, V vocabulary.
 """
 
@@ -89,6 +92,15 @@ class DenseSums(NamedTuple):
     beta_z: Tensor
     beta_e: Tensor
 
+    def of_all(self, head: HeadPart, beta: Tensor) -> DenseSums:
+        """Return the sums over all parts of the head, from those of each."""
+        if head.group is None:
+            return self
+        tops_2R = head.largest(torch.stack(self[:2]))
+        lower_2R = torch.stack(self[:2]) - tops_2R
+        masses_4R = torch.stack(self[2:]) * torch.cat([lower_2R, beta * lower_2R]).exp()
+        return DenseSums(*tops_2R, *head.sum(masses_4R))
+
 
 class DenseValues(NamedTuple):
     """The divergence of a chunk's rows and sums of its derivatives, each [R]; in fp64 if the slope is wanted."""
@@ -128,30 +140,33 @@ def sum_dense(pair: Pair, at_one: bool) -> DenseSums:
     return DenseSums(*(each for sides in zip(*results, strict=True) for each in sides))
 
 
-def measure_dense(pair: Pair, sums: DenseSums, divergence: Named, slopes: bool) -> DenseValues:
+def measure_dense(
+    pair: Pair, sums: DenseSums, divergence: Named, slopes: bool, head: HeadPart = HeadPart()
+) -> DenseValues:
     """The divergence at beta, and sums of its derivatives; slopes: True if the gradient in beta is wanted."""
     if slopes:
         if len(pair.z) > _WIDE and not torch.compiler.is_compiling():
             rows = zip(pair.z.split(_WIDE), pair.logprobs.split(_WIDE), strict=True)
-            some = [measure_dense(Pair(*each, pair.beta), sums, divergence, True) for each in rows]
+            some = [measure_dense(Pair(*each, pair.beta), sums, divergence, True, head) for each in rows]
             return DenseValues(*map(torch.cat, zip(*some, strict=True)))
         pair = Pair(*(each.double() for each in pair))
-        sums = sum_dense(pair, False)
+        sums = sum_dense(pair, False).of_all(head, pair.beta)
     log_q_RV, log_p_RV = pair.log_softmax(sums)
     values_R, g_RV, h_RV = _derivatives(log_p_RV, log_q_RV, divergence)
     slope_R = torch.zeros_like(values_R)
     for log_RV, by_RV, energies_RV in ((log_q_RV, g_RV, pair.z), (log_p_RV, h_RV, pair.energies())) if slopes else ():
-        mean_R = (log_RV.exp() * energies_RV).sum(1)
+        mean_R = head.sum((log_RV.exp() * energies_RV).sum(1))
         slope_R = slope_R + (by_RV * (energies_RV - mean_R[:, None])).sum(1)
-    return DenseValues(values_R, g_RV.sum(1), h_RV.sum(1), slope_R, torch.zeros_like(values_R))
+    found = DenseValues(values_R, g_RV.sum(1), h_RV.sum(1), slope_R, torch.zeros_like(values_R))
+    return found if head.group is None else DenseValues(*head.sum(torch.stack(found)))
 
 
-def value_dense(pair: Pair, sums: DenseSums, divergence: Named) -> Tensor:
+def value_dense(pair: Pair, sums: DenseSums, divergence: Named, head: HeadPart = HeadPart()) -> Tensor:
     """The divergence [R] at beta = 1."""
     log_p_RV = _log_softmax(pair.energies(), sums.top_e, sums.mass_e, 1.0)
     log_q_RV = _log_softmax(pair.z, sums.top_z, sums.mass_z, 1.0)
     name, number = divergence
-    return DIVERGENCES.entries[name].of(Events(log_p_RV, log_q_RV), number)
+    return head.sum(DIVERGENCES.entries[name].of(Events(log_p_RV, log_q_RV), number))
 
 
 class Weighed(NamedTuple):
@@ -178,6 +193,7 @@ def weigh(
     rows: Supervision,
     slopes: bool,
     differentiates: bool,
+    head: HeadPart = HeadPart(),
 ) -> Weighed:
     """Value and gradients of `loss` for a chunk, in fp64.
 
@@ -186,7 +202,7 @@ def weigh(
         slopes: True if the gradient in beta is wanted. differentiates: False if none is; they are 0 then.
     """
     value_R, g_R, h_R, slope_R, at_one_R = (each.double() for each in values)
-    label_R, teacher_R = (each.gather(1, rows.labels[:, None]).squeeze(1) for each in (pair.z, pair.logprobs))
+    label_R, teacher_R = (head.take(each, rows.labels[:, None]).squeeze(1) for each in (pair.z, pair.logprobs))
     teacher_R = teacher_R.double().clamp_min(FLOOR) - sums.top_e - sums.mass_e.double().log()
     if not slopes:
         value_R = value_R + _rounding(sums.beta_z) * g_R + _rounding(sums.beta_e) * h_R
@@ -226,7 +242,7 @@ def spread_dense(
     _, g_RV, _ = _derivatives(log_p_RV, log_q_RV, divergence)
     dz_RV = (pair.beta * weighed.weight)[:, None] * (g_RV - log_q_RV.exp() * sum_g_R.to(z_RV.dtype)[:, None])
     dz_RV = dz_RV + weighed.share[:, None] * (z_RV - sums.top_z[:, None]).exp()
-    is_label_RV = torch.arange(z_RV.shape[1], device=z_RV.device) == labels_R[:, None]
+    is_label_RV = torch.arange(z_RV.shape[1], device=z_RV.device) == labels_R[:, None] - head.first
     dz_RV = dz_RV + torch.where(is_label_RV, weighed.at_label[:, None], 0.0)
     (z_RV if into_RV is None else into_RV).copy_(dz_RV * head.slope(z_RV))
 

@@ -142,7 +142,9 @@ def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: 
     beta = beta.detach().double()
     grads = _empty_gradients(request, hidden_ND, head, beta)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    measure = (_Entries if targets is None or targets.width is None else _WholeRows)(request, beta, student.dtype)
+    columns = slice(None) if head.group is None else slice(head.first, head.first + student.size)
+    kind = _Entries if targets is None or targets.width is None else _WholeRows
+    measure = kind(request, beta, student.dtype, columns)
     for start in range(0, len(hidden_ND), request.chunk):
         part = slice(start, start + request.chunk)
         hidden_RD = hidden_ND[part]
@@ -210,23 +212,26 @@ Chunk = tuple[Tensor, Tensor, Tensor, Tensor | None]
 class _WholeRows:
     """The loss of one chunk after another with targets of whole rows."""
 
-    def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype, columns: slice) -> None:
         self.request, self.beta, self.beta_z, self.slopes = request, beta, beta.to(dtype), "beta" in request.wanted
+        self.columns = columns
         assert request.rows.targets is not None
-        self.reader = request.rows.targets.reader(request.chunk, request.compile)
+        self.reader = request.rows.targets.reader(request.chunk, request.compile, columns)
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
-        request, compiled = self.request, self.request.compile
+        request, head = self.request, self.request.head
+        compiled = request.compile and head.group is None  # a graph would be cut at each exchange
         rows = request.rows[part].harmless(request.vocab_size)
         assert rows.targets is not None
-        pair = Pair(z_RV, rows.targets.row_logprobs(self.reader), self.beta_z)
+        pair = Pair(z_RV, rows.targets.row_logprobs(self.reader, self.columns), self.beta_z)
         rows = replace(rows, targets=None)
-        sums = maybe_compiled(sum_dense, compiled)(pair, request.at_one)
-        values = maybe_compiled(measure_dense, compiled)(pair, sums, request.divergence, self.slopes)
+        sums = maybe_compiled(sum_dense, compiled)(pair, request.at_one).of_all(head, self.beta_z)
+        values = maybe_compiled(measure_dense, compiled)(pair, sums, request.divergence, self.slopes, head)
         if request.at_one:
-            values = values._replace(at_one=maybe_compiled(value_dense, compiled)(pair, sums, request.divergence))
-        found = maybe_compiled(weigh, request.compile_small(z_RV.device))(
-            request.dense_loss, pair, sums, values, self.beta, rows, self.slopes, bool(request.wanted)
+            at_one_R = maybe_compiled(value_dense, compiled)(pair, sums, request.divergence, head)
+            values = values._replace(at_one=at_one_R)
+        found = maybe_compiled(weigh, request.compile_small(z_RV.device) and head.group is None)(
+            request.dense_loss, pair, sums, values, self.beta, rows, self.slopes, bool(request.wanted), head
         )
         if not request.wanted:
             return found.loss, found.sums, found.beta, None
@@ -240,7 +245,7 @@ class _Entries:
 
     reader = None
 
-    def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype, columns: slice) -> None:
         self.request, self.beta, self.beta_z, self.slopes = request, beta, beta.to(dtype), "beta" in request.wanted
         rows = request.rows.harmless(request.vocab_size)
         self.distils = rows.targets is not None

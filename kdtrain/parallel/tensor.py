@@ -1,0 +1,262 @@
+"""Tensor parallelism: several ranks compute one forward of a student together, each with a part of its weights.
+
+The plan is the model's own in transformers (Megatron-LM, arXiv 1909.08053): the first linear layers of an attention or
+a feed-forward block are cut by their outputs (`colwise`: heads, inner units), the last one by its inputs (`rowwise`),
+whose results are summed. PyTorch's styles make the parts DTensors. Here the vocabulary is cut too: the rows of the
+embedding and of the output head, one parameter where they are tied, as `torch.chunk` cuts them. Norms stay whole.
+
+Where the tensor ranks divide the length of a row, the residual stream between blocks is cut along it in training
+(sequence parallelism, arXiv 2205.05198): norms work on a part of the positions, activations that are kept shrink with
+the ranks, and each sum of a block becomes a reduce-scatter with an all-gather before the next, the same bytes.
+
+A weight that each rank holds whole sees a part of what its gradient is over where it works inside a cut: heads for the
+norms of queries and keys, positions for all norms of the layers under sequence parallelism. These gradients are summed
+once a step (`training.step`), not in each backward: transformers' own hook sums what earlier micro-batches have added
+up again. Of all other whole weights the first rank's gradient counts, so that all ranks hold the same bits.
+
+`apply` proves a plan on a probe: the hidden states, and the gradients of every weight that stays whole, must be those
+of the whole model.
+
+Given up: mixtures of experts, whose plans have styles of their own, and more tensor ranks than a model has KV heads.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import PreTrainedConfig
+
+from kdtrain.errors import UsageError
+from kdtrain.models.head import SplitModel, layers_of
+from kdtrain.models.loading import whole_model
+from kdtrain.parallel.layout import RankLayout
+from kdtrain.ranks import all_reduce_sum
+
+_CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
+_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+_NEAR = 5e-3
+"""What TF32 rounds; a wrong plan is off by a tenth and more."""
+
+
+def refuse_plan(config: PreTrainedConfig, name: str, size: int, vocab_size: int) -> dict[str, str]:
+    """Return the plan of the model of a configuration, by names within its base model.
+
+    Raises:
+        UsageError: it has none, or none that `size` ranks can follow; the message names what can be.
+    """
+    text = config.get_text_config()
+    plan: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
+    if not plan:
+        raise UsageError(
+            f"--tensor-parallel: transformers has no plan for {name} ({text.model_type}); models like Llama, Mistral, "
+            "Qwen2, Qwen3, Gemma and Phi have one; use --parallel fsdp"
+        )
+    if other := sorted({*plan.values()} - {*_CUT, _SUMMED}):
+        raise UsageError(
+            f"--tensor-parallel: the plan of {name} ({text.model_type}) has the style {other[0]}, which only mixtures "
+            "of experts and fused layers have; use --parallel fsdp"
+        )
+    drops = [each for each, value in text.to_dict().items() if each.endswith(("dropout", "pdrop")) and value]
+    if drops:
+        raise UsageError(
+            f"--tensor-parallel cannot be used with {drops[0]} of {name}, whose masks would be the same on each rank; "
+            "set it to 0, or use --parallel fsdp"
+        )
+    counts = {each: value for each in _COUNTS if isinstance(value := getattr(text, each, None), int)}
+    if wrong := [each for each, value in counts.items() if value % size]:
+        able = [n for n in range(2, max(counts.values()) + 1) if not any(value % n for value in counts.values())]
+        which = f"choose {', '.join(map(str, able))}" if able else "use --parallel fsdp"
+        raise UsageError(f"--tensor-parallel {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}")
+    if vocab_size <= (size - 1) * -(-vocab_size // size):
+        raise UsageError(f"--tensor-parallel {size}: a rank would have none of the {vocab_size} tokens of {name}")
+    return plan
+
+
+def apply(model: SplitModel, layout: RankLayout, device: torch.device, *, vocab_size: int, sequence: bool) -> None:
+    """Cut a whole model, which has the same bits on each rank, over the tensor ranks, in place. All ranks call it.
+
+    Layers are made switchable before, and sharded over data ranks (`parallelize.shard`) after it.
+
+    Args:
+        device: of this rank, to which the model moves.
+        vocab_size: tokens that count; the head may have more rows.
+        sequence: whether to cut the residual stream, for rows whose length the tensor ranks divide.
+
+    Raises:
+        UsageError: the plan does not fit the model, or does not give its hidden states and gradients.
+    """
+    whole, mesh = whole_model(model), layout.tensor_mesh
+    name, size = type(whole).__name__, layout.tensor_size
+    if not model.fused:
+        raise UsageError(f"--tensor-parallel needs an output head that is split off: {model.reason}")
+    plan = refuse_plan(whole.config, name, size, vocab_size)
+    tokens_BT = torch.randint(vocab_size, (2, size * -(-16 // size)), generator=torch.Generator().manual_seed(0))
+    base: Any = whole.base_model
+    modules = dict(base.named_modules())
+    styled = {each: style for path, style in plan.items() for each in _matching(path, modules)}
+    blocks = {each.rpartition(".")[0] for each, style in styled.items() if style == "colwise"}
+    cut = {id(modules[each].weight) for each, style in styled.items() if style in _CUT}
+    for each in (whole.get_input_embeddings(), whole.get_output_embeddings()):
+        cut |= {id(parameter) for parameter in each.parameters()}
+    stays = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in cut]
+    expected = _probe(model, tokens_BT.to(whole.device), stays)
+    cutting = _Cutting(whole, mesh, sequence)
+    for each in blocks:
+        modules[each].register_forward_pre_hook(cutting.enter, with_kwargs=True)
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    _cut_rows(embedding, mesh)
+    embedding.register_forward_pre_hook(cutting.look_up)
+    embedding.register_forward_hook(cutting.found)
+    if tied:
+        head.weight = embedding.weight
+    for each, style in styled.items():
+        how: Any = ColwiseParallel() if style == "colwise" else None
+        if style == "rowwise":
+            how = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        if how is not None:
+            parallelize_module(modules[each], mesh, how, src_data_rank=None)
+        if style == "rowwise":
+            modules[each].register_forward_hook(cutting.leave)
+    _cut_rows(head, mesh)
+    layers = layers_of(base)
+    layers[0].register_forward_pre_hook(cutting.begin)
+    layers[-1].register_forward_hook(cutting.end)
+    _settle(model, device)
+    model.tensor = mesh
+    inside = {id(each) for layer in layers for each in layer.parameters()} if sequence else set()
+    inside |= {id(each) for path, style in styled.items() if style == _SUMMED for each in modules[path].parameters()}
+    model.once = {
+        each: id(parameter) in inside and not isinstance(parameter, DTensor)  # which sums in each backward
+        for each, parameter in model.named_parameters()
+        if not (isinstance(parameter, DTensor) and parameter.placements[0].is_shard())
+    }
+    with cutting.as_in_training():
+        found = _probe(model, tokens_BT.to(device), [each for each in stays if each in model.once], mesh.get_group())
+    for what, value in found.items():
+        error = float((value - expected[what]).norm() / expected[what].norm().clamp(min=1e-30))
+        if not error <= _NEAR:
+            raise UsageError(
+                f"--tensor-parallel: the plan of transformers does not give {what} of {name} (off by {error:.1g}); "
+                "use --parallel fsdp"
+            )
+
+
+class _Cutting:
+    """The hooks at which the residual stream and the blocks meet."""
+
+    def __init__(self, model: nn.Module, mesh: Any, sequence: bool) -> None:
+        self.model, self.mesh, self.sequence, self.probes = model, mesh, sequence, False
+
+    def stream(self) -> Any:
+        """How the residual stream lies over the tensor ranks now."""
+        return Shard(1) if self.sequence and (self.model.training or self.probes) else Replicate()
+
+    @contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """Cut the stream in evaluation mode too."""
+        self.probes = True
+        yield
+        self.probes = False
+
+    def look_up(self, module: Any, inputs: tuple[Any, ...]) -> Any:
+        """Look up this rank's rows of the embedding alone; `found` gives the parameter back."""
+        weight, (ids_BT,) = module.weight, inputs
+        own = weight.to_local(grad_placements=weight.placements)
+        rows = ids_BT - self.mesh.get_local_rank() * -(-weight.shape[0] // self.mesh.size())
+        self.here_BT, self.weight = (rows >= 0) & (rows < len(own)), weight
+        module._parameters["weight"] = own
+        return rows.masked_fill(~self.here_BT, 0)
+
+    def found(self, module: Any, inputs: Any, output_BTD: Tensor) -> Tensor:
+        """Sum what the ranks have found."""
+        module._parameters["weight"] = self.weight
+        own_BTD = output_BTD.masked_fill(~self.here_BT[..., None], 0.0)
+        return self._moved(own_BTD, Partial(), Replicate())
+
+    def begin(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        """Cut the stream before the first layer."""
+        return self._moved(inputs[0], Replicate(), self.stream()), *inputs[1:]
+
+    def end(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Join the stream behind the last layer."""
+        if isinstance(output, tuple):
+            return self._moved(output[0], self.stream(), Replicate()), *output[1:]
+        return self._moved(output, self.stream(), Replicate())
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Give a block all positions; the gradients of its parts are summed where it leaves."""
+        stream = inputs[0] if inputs else named["hidden_states"]
+        stream = DTensor.from_local(stream, self.mesh, [self.stream()], run_check=False)
+        stream = stream.redistribute(placements=[Replicate()])
+        return ((stream, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": stream})
+
+    def leave(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+        """Sum the parts of a block's result."""
+        return output.redistribute(placements=[self.stream()]).to_local()
+
+    def _moved(self, tensor: Tensor, before: Any, after: Any) -> Tensor:
+        if before == after:
+            return tensor
+        return (
+            DTensor.from_local(tensor, self.mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
+        )
+
+
+def _matching(path: str, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """The modules that a path of a plan names, where * is the number of a layer; also within the model's wrapper."""
+    wanted = path.split(".")
+    for each in modules:
+        parts = each.split(".")
+        if len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True)):
+            yield each
+
+
+def _cut_rows(module: nn.Module, mesh: Any) -> None:
+    """Cut the parameters of an embedding or an output head along the vocabulary."""
+    for name, parameter in [*module.named_parameters(recurse=False)]:
+        if not isinstance(parameter, DTensor):
+            rows = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(rows, requires_grad=parameter.requires_grad))
+
+
+def _settle(model: nn.Module, device: torch.device) -> None:
+    """Move what is whole to `device`, and give each part memory of its own: a view would keep the whole alive."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if isinstance(parameter, DTensor):
+                own = parameter._local_tensor
+                if own.untyped_storage().nbytes() > own.nbytes:
+                    parameter._local_tensor = own.clone(memory_format=torch.contiguous_format)
+            elif parameter is not None:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = None) -> dict[str, Tensor]:
+    """The hidden states of a probe without dropout, and the gradients of the parameters `names`, on the CPU.
+
+    group: of the tensor ranks, over which a gradient in parts is summed; None before the model is cut.
+    """
+    parameters = dict(model.named_parameters())
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    with torch.enable_grad():
+        hidden_BTD = model(tokens_BT)
+        chance = torch.Generator().manual_seed(1)
+        towards_BTD = torch.randn(hidden_BTD.shape, generator=chance).to(hidden_BTD)
+        gradients = torch.autograd.grad((hidden_BTD * towards_BTD).sum(), [parameters[each] for each in names])
+    for module in training:
+        module.training = True
+    found = {"the hidden states": hidden_BTD.detach().cpu()}
+    for name, gradient in zip(names, gradients, strict=True):
+        own = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        if group is not None and model.once[name] and not isinstance(gradient, DTensor):
+            own = all_reduce_sum(own, group)
+        found[f"the gradient of {name}"] = own.cpu()
+    return found
