@@ -27,8 +27,8 @@ PAGES: dict[str, Sequence[Path]] = {
     "objective": [DOCS / "objective.md"],
     "quality": [DOCS / "quality.md", HERE / "science" / "QUALITY.md"],
     "prune": [DOCS / "prune.md"],
-    "lora": [DOCS / "lora.md"],
-    "find_lr": [DOCS / "learning-rate.md"],
+    "lora": [HERE / "lora.md"],
+    "find_lr": [HERE / "find_lr.md"],
     "gpu": [DOCS / "performance.md", HERE / "performance" / "GPU.md"],
 }
 COLUMNS = {
@@ -49,7 +49,7 @@ COLUMNS = {
     "snapshot_ms": "a snapshot, ms",
     "built_over_bare": "of the bare forward's rate",
     "built_over_asked": "of its teacher's rate",
-    "bytes_a_token.total": "bytes a token",
+    "bytes_a_token.total": "bytes per token",
     "speed_up": "of sparse-12's time",
     "cost": "of a step's time",
     "stall": "stall, s",

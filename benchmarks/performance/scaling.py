@@ -179,7 +179,7 @@ def cache_table() -> str:
         tokens = (100e9, 1e12)
         shards = [f"{math.ceil(count / SEQ_LEN / SHARD):,}" for count in tokens]
         rows.append([name, f"{size:,.2f}", *(f"{count * size / 1e12:,.1f}" for count in tokens), *shards])
-    head = ["codec", "bytes a token", "100 B tokens, TB", "1 T tokens, TB", "shards of 100 B", "shards of 1 T"]
+    head = ["codec", "bytes per token", "100 B tokens, TB", "1 T tokens, TB", "shards of 100 B", "shards of 1 T"]
     return table(head, rows)
 
 

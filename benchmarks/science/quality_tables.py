@@ -160,7 +160,7 @@ def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, ra
     """A row a run that has a record, and how its loss differs from that of `against`."""
     measures = [NAMES.get(name, name) for name in FORMS]
     other = [] if against is None else [f"loss less that of {describe(against)}"]
-    head = ["student", *(["rate"] if rate else []), "bytes a token", "seeds", *measures, "gap closed", *other]
+    head = ["student", *(["rate"] if rate else []), "bytes per token", "seeds", *measures, "gap closed", *other]
     rows = []
     for run in dict.fromkeys(runs):
         if not (found := seeds(result, run)):
