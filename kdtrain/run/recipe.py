@@ -250,6 +250,40 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     )
 
 
+def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> dict[str, Any]:
+    """Return the plan of a run in `--world-size` ranks as a table, from shapes alone: it loads and writes nothing.
+
+    UsageError: data, cache, student or options do not fit together, or not into `--device-memory`.
+    """
+    student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
+    student, own = _with_base_weights(given, student, formats, device), given.parallel
+    teacher = _open_teacher(given, student, formats, device)
+    options: dict[str, Any] = {"config": given, "student": student, "teacher": teacher, "device": device}
+    facts, seq_len, size = None, given.data.seq_len, None if teacher is None else teacher.vocab_size
+    if given.data.data is None:  # text is not read
+        facts = PlanRequest(**options, held=held, trial=True, names=(*given.plans,)).next().facts
+    if facts is not None:
+        seq_len, size = facts.seq_len, facts.vocab_size
+    world = cast(int, given.world_size)
+    if world % own.tensor_parallel:
+        raise UsageError(f"--tensor-parallel {own.tensor_parallel} does not divide --world-size {world}")
+    if own.tensor_parallel > 1:
+        _refuse_with_tensor_ranks(given, student, size, facts, formats)
+    footprint = None if teacher is None else teacher.footprint(seq_len)
+    job = job_of(given, formats.high, device, student, seq_len, size, footprint)
+    free, ranks = own.device_memory and own.device_memory * 2**30, world // own.tensor_parallel
+    micro = _micro_batch(given, ranks, job, free)
+    plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
+    return {
+        "student": {"name": student.name, "parameters": student_parameters(student, size)},
+        "parallel": {"ranks": world, "data ranks": ranks, **plan.table()},
+        "plan": str(plan),
+        "mode": formats.high,
+        "batch": f"{given.batch_size} x {seq_len} tokens, {given.batch_size // (micro * ranks)} micro-batches of {micro}"
+        " on each data rank",
+    }
+
+
 def _open_teacher(
     config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device
 ) -> "OnlineTeacher | None":
@@ -554,6 +588,9 @@ def _compiles(config: DistillConfig, device: torch.device) -> bool:
         return False
     if config.guards.nan_hooks == "always":
         log.info("not compiled: --nan-hooks always needs the modules, which a compiled graph does not have")
+        return False
+    if config.parallel.tensor_parallel > 1:
+        log.info("not compiled: torch.compile fails on the parts of tensor ranks; the run is slower")
         return False
     reason = why_not_compile(device)
     if reason is not None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-
 SCRIPTS = [("wrap_script.py", 3), ("compiled_script.py", 2), ("tensor_script.py", 2), ("tensor_script.py", 4)]
 
 
