@@ -279,8 +279,8 @@ def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> d
         "parallel": {"ranks": world, "data ranks": ranks, **plan.table()},
         "plan": str(plan),
         "mode": formats.high,
-        "batch": f"{given.batch_size} x {seq_len} tokens, {given.batch_size // (micro * ranks)} micro-batches of {micro}"
-        " on each data rank",
+        "batch": f"{given.batch_size} x {seq_len} tokens, {given.batch_size // (micro * ranks)} micro-batches of "
+        f"{micro} on each data rank",
     }
 
 
