@@ -1,7 +1,7 @@
 """The pictures, drawn from the JSON records alone: `python -m benchmarks.figures NAME [RECORD [FOLDER]]`.
 
 Names: audit, find_lr, objective, precision, quality, temperature. Without more, the published
-record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.monitor.figures`.
+record is drawn into `benchmarks/figures`, by the functions and in the colours of `kdtrain.plugins.papers.figures`.
 """
 
 import json
@@ -22,7 +22,7 @@ from benchmarks.science.quality_grid import CALIBRATED, LONG, ONLINE, PLAIN, STU
 from benchmarks.science.quality_tables import PUBLISHED_LOSSES, THEIR_CROSS_ENTROPY, THEIR_WHOLE, describe, gap, seeds
 from benchmarks.tables import LARGE
 from kdtrain.files import published
-from kdtrain.monitor.figures import (
+from kdtrain.plugins.papers.figures import (
     AMBER,
     BLUE,
     GREEN,
@@ -36,7 +36,7 @@ from kdtrain.monitor.figures import (
     pooled,
     save,
 )
-from kdtrain.monitor.figures import figure as figure_of
+from kdtrain.plugins.papers.figures import figure as figure_of
 
 Record = dict[str, Any]
 

@@ -1,17 +1,18 @@
-"""The records as tables in docs: `python -m benchmarks.tables [PAGE ...]`, of `PAGES`, or all.
+"""The records as tables in pages: `python -m benchmarks.tables [PAGE ...]`, of `PAGES`, or all.
 
-Everything between a page's two markers is a function of JSON files in `benchmarks/results`, and so is whether a goal is
-met. The goals on a GPU are in the sections of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused
-there.
+A page of docs has what a user needs, a page beside the benchmarks the rest. What stands between a page's two markers
+is a function of JSON files in `benchmarks/results`, and so is whether a goal is met. The goals on a GPU are in the
+sections of `benchmarks.performance`; a record of tiny shapes or of a CPU is refused there.
 """
 
 import argparse
 import importlib
 import json
 import math
+import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from benchmarks.science import quality_tables
 from benchmarks.science.quality_tables import markdown
 
 GPU = RESULTS / "gpu"
-PAGES = {
-    "objective": ROOT / "docs" / "objective.md",
-    "quality": ROOT / "docs" / "quality.md",
-    "prune": ROOT / "docs" / "prune.md",
-    "lora": ROOT / "docs" / "lora.md",
-    "find_lr": ROOT / "docs" / "learning-rate.md",
-    "gpu": ROOT / "docs" / "performance.md",
+DOCS, HERE = ROOT / "docs", ROOT / "benchmarks"
+PAGES: dict[str, Sequence[Path]] = {
+    "objective": [DOCS / "objective.md"],
+    "quality": [DOCS / "quality.md", HERE / "science" / "QUALITY.md"],
+    "prune": [DOCS / "prune.md"],
+    "lora": [HERE / "lora.md"],
+    "find_lr": [HERE / "find_lr.md"],
+    "gpu": [DOCS / "performance.md", HERE / "performance" / "GPU.md"],
 }
 COLUMNS = {
     "tflops": "TFLOP/s",
@@ -47,7 +49,7 @@ COLUMNS = {
     "snapshot_ms": "a snapshot, ms",
     "built_over_bare": "of the bare forward's rate",
     "built_over_asked": "of its teacher's rate",
-    "bytes_a_token.total": "bytes a token",
+    "bytes_a_token.total": "bytes per token",
     "speed_up": "of sparse-12's time",
     "cost": "of a step's time",
     "stall": "stall, s",
@@ -78,17 +80,27 @@ def main() -> int:
     if unknown := set(names) - PAGES.keys():
         parser.error(f"no table {', '.join(sorted(unknown))}; there are {', '.join(PAGES)}")
     for name in names:
-        fill_page(name)
+        for page, text in filled(name).items():
+            page.write_text(text, encoding="utf-8")
     return 0
 
 
-def fill_page(name: str) -> None:
-    """Put the tables of one kind of record into their page."""
-    page = PAGES[name]
-    text = page.read_text()
-    for marker, block in current(name).items():
-        text = fill(text, block, marker)
-    page.write_text(text)
+def filled(name: str) -> dict[Path, str]:
+    """The pages of one kind of record, with its tables as the records have them."""
+    return placed(current(name), PAGES[name])
+
+
+def placed(blocks: Mapping[str, str], pages: Sequence[Path]) -> dict[Path, str]:
+    """The texts of `pages`, with each block between its markers in the first that has them, and its links from there.
+
+    ValueError: no page has the markers of a block.
+    """
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    for name, block in blocks.items():
+        page = next((page for page, text in texts.items() if f"<!-- {name} -->" in text), pages[0])
+        linked = block.replace("](../benchmarks/", f"]({os.path.relpath(HERE, page.parent)}/")
+        texts[page] = fill(texts[page], linked, name)
+    return texts
 
 
 def current(name: str) -> dict[str, str]:
@@ -96,7 +108,9 @@ def current(name: str) -> dict[str, str]:
     if name == "quality":
         return quality_tables.blocks(_record("quality"))
     if name == "gpu":
-        return {"gpu-table": gpu(gpu_records())}
+        found = gpu_records()
+        alone = {f"gpu-{each}": "\n".join(_section(each, found[each])) for each in ("step", "fp8")}
+        return {"gpu-table": gpu(found)} | alone
     if name == "prune":
         return {"prune-table": prune(_record("prune"))}
     if name == "lora":

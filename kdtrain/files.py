@@ -338,6 +338,22 @@ def make_folder(path: Path) -> list[Path]:
     return made
 
 
+def make_writable(out: Path) -> list[Path]:
+    """`make_folder` for an `--out`, which must be writable. RunError: it is not."""
+    made = make_folder(out)
+    if not os.access(out, os.W_OK):
+        raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
+    return made
+
+
+def refuse_no_folder(out: Path) -> None:
+    """Refuse a path where `make_writable` cannot make a folder, and leave nothing behind."""
+    with making(out):
+        exists = out.exists()
+    if not exists:
+        remove_empty(make_writable(out))
+
+
 def remove_empty(made: list[Path]) -> None:
     """Remove the folders that `make_folder` made, if they are still empty."""
     for folder in made:
@@ -448,6 +464,20 @@ def aside_in(folder: Path) -> list[Path]:
     """
     found = [path for path in folder.iterdir() if _ASIDE.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (path.lstat().st_mtime_ns, path.name))
+
+
+def mib(paths: list[Path]) -> float:
+    """MiB of files and folders; a file with several names counts once, and links are not followed."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
+            try:
+                status = each.lstat()
+            except FileNotFoundError:  # removed by a run that is training
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return round(sum(sizes.values()) / 2**20, 1)
 
 
 def files_below(folder: Path) -> dict[str, Path]:

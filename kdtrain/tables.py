@@ -1,16 +1,14 @@
 """The table that all results are shown in, its renderers, and numbers as people write them.
 
-A `Table` is text in rows. `show_page` draws it on a terminal, `markdown` writes it into a card, `latex` into a paper,
-and a report's template makes HTML of it. Facts are tables of two columns, label and value (`facts_table`). Cells may
+A `Table` is text in rows. `show_page` draws it on a terminal, `markdown` writes it into a card, and a plugin makes
+LaTeX or HTML of the rows. Facts are tables of two columns, label and value (`facts_table`). Cells may
 come from strangers: each renderer escapes them.
 """
 
-import itertools
 import json
 import math
 import re
 import statistics
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,58 +122,6 @@ def markdown_text(value: Any) -> str:
     """A text by a stranger for Markdown: one line, without a sign of Markdown's or HTML's."""
     text = "" if value is None else printable(str(value))[:500]
     return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)
-
-
-def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | None) -> Iterator[str]:
-    """The lines of a table in LaTeX, with the rules of its package booktabs, and of the notes below it.
-
-    With a caption, which is LaTeX, it floats.
-    """
-    if caption:
-        yield rf"\begin{{table}}\centering\caption{{{caption}}}" + (rf"\label{{{label}}}" if label else "")
-    kinds = ("l" if name in table.left or not place else "r" for place, name in enumerate(table.header))
-    yield rf"{{\footnotesize\noindent\begin{{tabular}}{{@{{}}{''.join(kinds)}@{{}}}}"
-    yield r"\toprule"
-    folded = (textwrap.wrap(each, 16) for each in table.header)  # a mean with its deviation is as wide
-    heads = [*itertools.zip_longest(*folded, fillvalue="")]
-    for place, row in enumerate([*heads, *table.rows], start=-len(heads)):
-        if place == 0:
-            yield r"\midrule"
-        cells = (latex_text(each) for each in row)
-        bold = (rf"\textbf{{{each}}}" if (place, at) in table.bold else each for at, each in enumerate(cells))
-        yield " & ".join(bold) + r" \\"
-    yield r"\bottomrule"
-    yield r"\end{tabular}\par\raggedright\smallskip"
-    yield from (rf"{latex_text(each)}\par" for each in notes)
-    yield "}"
-    if caption:
-        yield r"\end{table}"
-
-
-_LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
-    "±": r"$\pm$",
-    "↓": r"$\downarrow$",
-    "↑": r"$\uparrow$",
-    "[": "{[}",  # an argument of the \\ before
-    "*": "{*}",
-    "/": r"/\allowbreak{}",
-    "α": r"$\alpha$",
-    "β": r"$\beta$",
-}
-
-
-def latex_text(value: Any) -> str:
-    """A text by a stranger for LaTeX: one line, without a sign of LaTeX's; what pdflatex does not know becomes ?."""
-    text = "" if value is None else printable(str(value))[:500]
-    known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
-    return "".join(known)
 
 
 MAD_FACTOR = 6 * 1.4826

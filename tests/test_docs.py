@@ -28,6 +28,8 @@ from kdtrain.monitor.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+STUDIES = sorted((ROOT / "benchmarks").rglob("*.md"))
+"""Methods and whole tables, beside the records that they are of."""
 TORCHRUN = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--max-restarts"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
@@ -134,7 +136,7 @@ def test_every_flag_that_a_message_names_exists():
     assert named - flags_of_kdtrain() - ELSEWHERE == set()
 
 
-@each_page
+@pytest.mark.parametrize("page", PAGES + STUDIES, ids=lambda page: page.name)
 def test_every_link_into_the_repository_has_a_target(page):
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -249,11 +251,9 @@ def test_the_slurm_script_is_one_and_starts_kdtrain_once_a_device():
     assert said.split()[-5:] == ["-m", "kdtrain", "distill", "--out", str(folder)]
 
 
-def test_the_figures_of_the_page_on_scaling_are_those_of_its_script():
-    page = scaling.PAGE.read_text()
-    assert page == scaling.fill(page)
-    with pytest.raises(ValueError, match="no <!-- cache -->"):
-        scaling.fill(page.replace("<!-- cache -->", ""))
+def test_the_figures_of_the_pages_on_scaling_are_those_of_their_script():
+    for page, text in scaling.filled().items():
+        assert text == page.read_text(), page
 
 
 def test_the_defaults_of_the_knobs_are_those_of_the_command():

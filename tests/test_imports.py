@@ -10,7 +10,7 @@ from kdtrain import imports
 from kdtrain.config.sections import MonitorConfig
 from kdtrain.data.corpus import documents
 from kdtrain.errors import UsageError
-from kdtrain.monitor.loggers import TensorBoard
+from kdtrain.plugins.loggers import TensorBoard
 
 
 @pytest.fixture

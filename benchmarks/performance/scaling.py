@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, made from formulas: `python -m benchmarks.performance.scaling` writes them there.
+"""The tables of docs/scaling.md and SCALING.md, from formulas: `python -m benchmarks.performance.scaling` fills them.
 
 Nothing is measured here; what parallel.py has measured is shown beside its estimates. Speeds are published ones
 (`Machine`), the bytes of a step are `kdtrain.parallel.parallelize`'s, which tests count, and the bytes of a cached
@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.harness import RESULTS, ROOT
@@ -18,12 +19,12 @@ from kdtrain.parallel import parallelize
 
 MEASURED = RESULTS / "parallel.json"
 CACHE = RESULTS / "cache.json"
-PAGE = ROOT / "docs" / "scaling.md"
+PAGES = [ROOT / "docs" / "scaling.md", ROOT / "benchmarks" / "performance" / "SCALING.md"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of eight H100 SXM on InfiniBand NDR; sources in docs/scaling.md."""
+    """A node of eight H100 SXM on InfiniBand NDR; sources in SCALING.md."""
 
     flops: float = 989e12
     """bf16, dense, a second and GPU."""
@@ -178,7 +179,7 @@ def cache_table() -> str:
         tokens = (100e9, 1e12)
         shards = [f"{math.ceil(count / SEQ_LEN / SHARD):,}" for count in tokens]
         rows.append([name, f"{size:,.2f}", *(f"{count * size / 1e12:,.1f}" for count in tokens), *shards])
-    head = ["codec", "bytes a token", "100 B tokens, TB", "1 T tokens, TB", "shards of 100 B", "shards of 1 T"]
+    head = ["codec", "bytes per token", "100 B tokens, TB", "1 T tokens, TB", "shards of 100 B", "shards of 1 T"]
     return table(head, rows)
 
 
@@ -268,17 +269,16 @@ TABLES = {
 }
 
 
-def fill(page: str) -> str:
-    """`page` with every table made anew between its markers. ValueError: a marker is missing."""
-    for name, make in TABLES.items():
-        page = tables.fill(page, make(), name)
-    return page
+def filled() -> dict[Path, str]:
+    """The pages, with every table made anew."""
+    return tables.placed({name: make() for name, make in TABLES.items()}, PAGES)
 
 
 def main() -> int:
-    """Write the tables into the page."""
+    """Write the tables into the pages."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in filled().items():
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -30,10 +30,10 @@ from benchmarks.harness.models import teacher_logits
 from benchmarks.performance import cache_material
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.tools.merge import merge, subset
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.library import Cache
 from kdtrain.objective.targets import SparseTargets
+from kdtrain.plugins.caches.merge import merge, subset
 
 CPU = torch.device("cpu")
 

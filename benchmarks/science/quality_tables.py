@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md, from the record `benchmarks/results/quality.json` alone.
+"""The tables of docs/quality.md and QUALITY.md, from the record `benchmarks/results/quality.json` alone.
 
 A cell is the value of one seed, or mean ± standard deviation over several. Students are compared seed by seed: two of
 one seed start from the same weights and see the same sequences in the same order. One is called better or worse than
@@ -160,7 +160,7 @@ def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, ra
     """A row a run that has a record, and how its loss differs from that of `against`."""
     measures = [NAMES.get(name, name) for name in FORMS]
     other = [] if against is None else [f"loss less that of {describe(against)}"]
-    head = ["student", *(["rate"] if rate else []), "bytes a token", "seeds", *measures, "gap closed", *other]
+    head = ["student", *(["rate"] if rate else []), "bytes per token", "seeds", *measures, "gap closed", *other]
     rows = []
     for run in dict.fromkeys(runs):
         if not (found := seeds(result, run)):

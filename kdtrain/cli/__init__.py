@@ -14,14 +14,14 @@ import shutil
 import sys
 import time
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdtrain import process
 from kdtrain.cli import parsing
 from kdtrain.config import commands, words
 from kdtrain.config.registered import COMMANDS, Command, Main
-from kdtrain.config.values import SECTIONS, options_of
+from kdtrain.config.values import SECTIONS, options_of, sections
 from kdtrain.errors import RunError, UsageError, advice, name_flags, panics_refused, printable
 from kdtrain.imports import quiet_libraries
 from kdtrain.registry import Registry, first_line
@@ -29,12 +29,17 @@ from kdtrain.run import paths
 
 _LONGEST = 2000
 """Characters of a message; only a name from a damaged file is longer."""
-_WITHOUT_MODELS = ("compare", "completion", "inspect", "plot", "sweep", "verify")
+_WITHOUT_MODELS = ("completion", "inspect", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
-_RESUMING = ("cache-teacher", "demo", "distill", "merge", "subset", "sweep")
+_RESUMING = ("cache-teacher", "distill")
 """Built-in commands that keep what an interrupted one has done."""
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Read by transformers when it is imported, which commands without a model do not wait for."""
+_ORDER = (
+    *("demo", "cache-teacher", "distill", "evaluate", "generate", "chat", "inspect", "verify", "merge", "subset"),
+    *("export", "sweep", "compare", "plot", "completion"),
+)
+"""The order in which commands are listed, those of a plugin among them; others follow."""
 _NARROWEST = 40
 """Columns of the narrowest terminal that tables and help are made for."""
 
@@ -92,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         from kdtrain.cli.help import wrapped
 
-        lines = [line for name, text in COMMANDS.help().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
+        lines = [line for name, text in _listed().items() for line in wrapped(text, f"  {name:<14} ", indent=17)]
         more = "kdtrain COMMAND --help shows the options that matter; --help SECTION and --help all, the others."
         about = ["usage: kdtrain COMMAND [OPTIONS]", "", "Knowledge distillation of language models.", ""]
         _end("\n".join([*about, *lines, "", *wrapped(more, "")]), 0 if argv else 2)
@@ -170,6 +175,16 @@ def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
     return parsing.parse(f"kdtrain {command}", kind, argv, _configurations, paths.problem if look else None)
 
 
+def missing(config: Any) -> Iterator[tuple[str, str]]:
+    """Each path that leads nowhere among those that a configuration names, with what is wrong with it."""
+    options, tables = options_of(type(config)), sections(config).values()
+    given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
+    for name, value in given.items():
+        for text in map(str, value if isinstance(value, list) else [value]):
+            if wrong := paths.problem(options[name], text, given):
+                yield text, wrong
+
+
 def _configurations() -> dict[str, type]:
     """Those of the commands that come with kdtrain; a package that fails to load is not the answer to a mistake."""
     COMMANDS.help()
@@ -187,8 +202,14 @@ def _topic(argv: list[str]) -> str | None:
     return None
 
 
-def _unknown_command(word: str) -> str:
+def _listed() -> dict[str, str]:
+    """Every command with its line of help, those of a first day first."""
     known = COMMANDS.help()
+    return {name: known[name] for name in [*_ORDER, *sorted(known)] if name in known}
+
+
+def _unknown_command(word: str) -> str:
+    known = _listed()
     if word.startswith("-"):
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
         takers = [each for each, entry in COMMANDS.entries.items() if name in options_of(entry.config)]

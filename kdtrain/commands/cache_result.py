@@ -39,8 +39,3 @@ def next_step(path: Path | str, manifest: Manifest) -> Iterator[str]:
     """The command that follows for a cache, if it has a teacher's distributions."""
     if manifest.codec.taught:
         yield f"Next: kdtrain distill --cache {shlex.quote(str(path))} --student SPEC --out runs/NAME"
-
-
-def made_of(manifest: Manifest) -> list[str]:
-    """The digests of the caches that this one was made of."""
-    return [parent["digest"] for parent in manifest.parents or []]

@@ -103,8 +103,7 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
             run.log_start(loaded, length)
             run.fit()
             if trainer.stopped_by is None:
-                if recipe.live is not None:
-                    recipe.live.finish()
+                recipe.data.finish()
                 with raise_on_all_ranks():
                     run.refuse_no_progress()
                 run.log_outcome()

@@ -10,7 +10,7 @@ from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config.choices import EXPORTS
 from kdtrain.config.commands import ExportConfig
 from kdtrain.errors import UsageError, log
-from kdtrain.files import refuse_displacing
+from kdtrain.files import refuse_displacing, refuse_no_folder
 from kdtrain.imports import optional
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import SplitModel
@@ -18,7 +18,6 @@ from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
-from kdtrain.run.folder import refuse_no_folder
 from kdtrain.run.model_card import card_files
 from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import (

@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import platform
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -29,15 +28,15 @@ from kdtrain.commands.cache_result import next_step
 from kdtrain.config.commands import InspectConfig
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import aside_in, open_regular, read_json, typed
+from kdtrain.files import aside_in, mib, open_regular, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
 from kdtrain.monitor import facts as of_run
 from kdtrain.monitor.facts import TAIL, quoted
+from kdtrain.monitor.measures import evaluations, tested
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
-from kdtrain.monitor.runs import evaluations, tested
 from kdtrain.net.address import Address, parse_address
-from kdtrain.run.path_kind import damage_of, is_training, kind_of, read_result
+from kdtrain.run.path_kind import damage_of, kind_of, read_result
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
 
 _PARENTS = 50
@@ -105,7 +104,7 @@ def _watch(path: Path, kind: str) -> int:
             with _as_written(path):
                 if kind == "run":
                     record = RunRecord.read(path, TAIL)
-                    state, line = of_run.state_of(path, record, is_training(path))
+                    state, line = of_run.state_of(path, record)
                     line, active = of_run.watch_line(record, line), state in of_run.ACTIVE
                     lines = [*(of_run.health_lines(path, record) if active else ())]
                 elif found := progress(path):
@@ -223,7 +222,7 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
 
     known: as `--json` prints it.
     """
-    state, line = of_run.state_of(path, record, is_training(path))
+    state, line = of_run.state_of(path, record)
     yield from (f"{path}: {of_run.heading(record)}", line, "")
     yield from of_run.losses(record.result or {}, record)
     yield from of_run.members(record)
@@ -314,7 +313,7 @@ def _folder(path: Path) -> _Found:
     found, runs, caches, kept = _folders(path), dict[str, Any](), dict[str, Any](), dict[str, str]()
     for name, each in found["runs"].items():
         try:
-            runs[name] = run_row(each, RunRecord.read(each, TAIL))
+            runs[name] = of_run.run_row(each, RunRecord.read(each, TAIL))
         except (OSError, ValueError) as error:
             runs[name] = {"state": f"cannot be read: {error}"}
     for name, each in found["caches"].items():
@@ -354,25 +353,6 @@ def _folder(path: Path) -> _Found:
             yield from (f"{name}: {', '.join(parts)}" for name, parts in shown if parts)
 
     return {"runs": runs, "caches": caches}, page()
-
-
-def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
-    """What a folder's page and `--json` have of a run."""
-    result, losses = record.result or {}, [loss for _, loss in record.curve("validation/loss")]
-    return {
-        "state": of_run.state_of(path, record, is_training(path))[0],
-        "student": as_table(record.environment.get("student")).get("name"),
-        "cache": as_table(record.options.get("run")).get("cache"),
-        "step": result.get("step", int(record.metrics[-1]["step"]) if record.metrics else 0),
-        "steps": record.environment.get("steps") or result.get("steps"),
-        "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
-        "last_validation_loss": losses[-1] if losses else None,
-        "seconds_left": 3600 * (record.steps[-1] if record.steps else {}).get("eta_h", math.nan),
-        "teacher_validation_loss": result.get("teacher_validation_loss"),
-        "test": record.test,
-        "seconds": result.get("seconds"),
-        "warnings": sum(each.level != "info" for each in record.events),
-    }
 
 
 def _run_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -425,20 +405,6 @@ def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
         yield from ("", f"set aside, {size(found['in all'])}; remove what you no longer need:")
         rows = [(f"  {each}", size(mib)) for each, mib in found.items() if each != "in all"]
         yield columns(("  path", "size"), rows, left=("  path",))
-
-
-def mib(paths: list[Path]) -> float:
-    """MiB of files and folders; a file with several names counts once, and links are not followed."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path in paths:
-        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
-            try:
-                status = each.lstat()
-            except FileNotFoundError:  # removed by a run that is training
-                continue
-            if not stat.S_ISDIR(status.st_mode):
-                sizes[status.st_dev, status.st_ino] = status.st_size
-    return round(sum(sizes.values()) / 2**20, 1)
 
 
 def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:

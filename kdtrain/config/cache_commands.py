@@ -1,16 +1,14 @@
-"""The configuration of the commands that make caches: cache-teacher, merge, subset, push and import."""
+"""The configuration of `cache-teacher`."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
 from kdtrain.config.choices import Weights
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, TextConfig
-from kdtrain.config.values import Conflicts, Extended, Printed, option, refuse
-from kdtrain.errors import UsageError
+from kdtrain.config.values import Conflicts, Extended, option, refuse
 from kdtrain.files import same_path
 
 
@@ -60,7 +58,7 @@ class CacheTeacherConfig(Extended):
         if self.text.generate:
             yield from self._conflicts_with_prompts()
         if self.refine is not None:
-            yield from _conflicts_with_own(self.out, [str(self.refine)])
+            yield from conflicts_with_own(self.out, [str(self.refine)])
             yield from self.data.conflicts_with("--refine")
             for name, changed in (
                 ("--top-k, --num-samples and --dense", self.codec != CodecConfig()),
@@ -97,74 +95,7 @@ class CacheTeacherConfig(Extended):
         return {"train": self.data.num_sequences, "validation": self.data.validation_sequences}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergeConfig(Printed):
-    """Add up caches of samples of the same rows, or append caches of other rows; the order does not matter.
-
-    The same command resumes an interrupted one.
-    """
-
-    caches: tuple[str, ...] = option((), positional=True, reads="cache")
-    """Two or more finished caches: folders, or addresses (hf:datasets/ORG/NAME, https://...)."""
-    out: Path
-    """The folder of the merged cache."""
-
-    EXAMPLES = ("kdtrain merge cache/a cache/b --out cache/both",)
-
-    def conflicts(self) -> Conflicts:
-        yield len(self.caches) < 2, "nothing to merge; give two or more caches"
-        yield from _conflicts_with_own(self.out, self.caches)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SubsetConfig(Printed):
-    """Cut a cache to some of its rows.
-
-    The same command resumes an interrupted one.
-    """
-
-    cache: str = option(positional=True, reads="cache")
-    """A finished cache: a folder, or an address (hf:datasets/ORG/NAME, https://...)."""
-    out: Path
-    """The folder of the cut cache."""
-    rows: str | None = None
-    """The rows to take, START:STOP, counted from 0; STOP is not taken."""
-    fraction: str | None = None
-    """The share of the rows to take, above 0 and at most 1, by the hash of their tokens."""
-    split: Literal["train", "validation", "test", "all"] = "train"
-    """The split to cut, or all; the others stay whole."""
-
-    EXAMPLES = ("kdtrain subset cache/t --fraction 0.01 --out cache/small",)
-
-    def conflicts(self) -> Conflicts:
-        yield (self.rows is None) == (self.fraction is None), "give --rows START:STOP or --fraction SHARE, one of them"
-        yield self.share is not None and self.share > 1, f"--fraction {self.fraction} is above 1"
-        _ = self.range
-        yield from _conflicts_with_own(self.out, [self.cache])
-
-    @property
-    def share(self) -> Fraction | None:
-        """The fraction exactly as it is written. UsageError: it is not a number above 0."""
-        if self.fraction is None:
-            return None
-        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?|\.[0-9]{1,9}", self.fraction.strip()) or not Fraction(
-            self.fraction.strip()
-        ):
-            raise UsageError(f"--fraction: '{self.fraction[:80]}' is not a number above 0, such as 0.3")
-        return Fraction(self.fraction.strip())
-
-    @property
-    def range(self) -> tuple[int, int | None] | None:
-        """Start and stop, None: the end."""
-        if self.rows is None:
-            return None
-        found = re.fullmatch(r"([0-9]{0,18}):([0-9]{0,18})", self.rows)
-        if found is None:
-            raise UsageError(f"--rows {self.rows[:80]} is not START:STOP; give whole numbers, such as 0:10000")
-        return int(found[1] or 0), int(found[2]) if found[2] else None
-
-
-def _conflicts_with_own(out: Path, caches: Sequence[str]) -> Conflicts:
+def conflicts_with_own(out: Path, caches: Sequence[str]) -> Conflicts:
     """The conflict of a cache that would be written into a folder that it is made from."""
     which = "one of the caches" if len(caches) > 1 else "the cache itself"
     yield any(same_path(out, each) for each in caches), f"--out {out} is {which}; choose another"

@@ -96,16 +96,14 @@ PLANS = Registry(
     "the plan of the data",
     "kdtrain.plans",
     {
-        "cached": "kdtrain.run.data_plan",
+        "cached": "kdtrain.training.sources.cached",
         "text": "kdtrain.run.build_cache",
         "aligned": "kdtrain.run.tokenizer_view",
-        "served": "kdtrain.run.capture",
     },
     {
         "cached": "finished caches, or another --source",
         "text": "the text of --data, packed",
         "aligned": "either, in the student's own tokens",
-        "served": "a server's answers",
     },
 )
 """What a run reads; a run of a finished cache imports the first alone."""
@@ -118,15 +116,7 @@ TEXTS = Registry(
         "hf": "hf:NAME[:SUBSET], a data set of the Hugging Face hub",
     },
 )
-LOGGERS = Registry(
-    "--log-to",
-    "kdtrain.loggers",
-    "kdtrain.monitor.loggers",
-    {
-        "tensorboard": "event files in the run's folder tensorboard/",
-        "wandb": "wandb:PROJECT, a run of Weights & Biases; needs the package wandb",
-    },
-)
+LOGGERS = Registry("--log-to", "kdtrain.loggers", __name__, {})
 EXPORTS = Registry(
     "--format",
     "kdtrain.exports",

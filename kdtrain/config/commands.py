@@ -5,12 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.cache_commands import (
-    CacheTeacherConfig,
-    MergeConfig,
-    SubsetConfig,
-    check_device,
-)
+from kdtrain.config.cache_commands import CacheTeacherConfig, check_device
 from kdtrain.config.choices import EXPORTS, SOURCES, Weights
 from kdtrain.config.sections import (
     CheckpointConfig,
@@ -168,8 +163,6 @@ class DistillConfig(Extended):
     def plans(self) -> Iterator[str]:
         """The plans of the data that the options ask for, by their names in `kdtrain.plans`, each over the next one."""
         yield from filter(None, (getattr(each, "data_plan", None) for each in self.plugins.values()))
-        if self.remote is not None:
-            yield "served"
         if self.cross_tokenizer:
             yield "aligned"
         yield "cached" if self.data.data is None else "text"
@@ -285,21 +278,6 @@ class ExportConfig(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(Printed):
-    """Distil the teacher that ships into a small student, and show what it gains over cross-entropy.
-
-    Four to eight minutes on two cores, without a network. The same command resumes an interrupted one.
-    """
-
-    quick: bool = False
-    """A smaller demo, of under two minutes."""
-    seeds: int = option(1, least=1)
-    """Pairs of students, one with and one without distillation, that differ in their seed."""
-    out: Path = Path("runs/demo")
-    """The folder of the demo: cache, runs, record and pictures."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WritingConfig(Printed):
     """How a student writes."""
 
@@ -338,71 +316,6 @@ class ChatConfig(WritingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(Printed):
-    """Show runs side by side: options that differ, losses, calibration and cost, held against the seeds' spread."""
-
-    runs: tuple[Path, ...] = option((), positional=True, reads="path")
-    """Folders of runs, or of sweeps; the others are compared with the first."""
-    format: Literal["text", "markdown", "latex", "csv"] = "text"
-    """text: everything; markdown, latex (with booktabs): a paper's table; csv: all numbers with their intervals."""
-    columns: tuple[str, ...] = option((), several=",", shown="NAME,NAME")
-    """Numbers to show, such as test_loss,test_kl; a wrong name lists them."""
-    digits: int = option(4, least=0, most=12)
-    """Digits of losses behind the point; percentages have two fewer."""
-    transpose: bool = False
-    """Swap rows and columns."""
-    caption: str | None = option(None, text=True)
-    """Caption, in LaTeX, of a table that floats."""
-    label: str | None = option(None, needs="caption")
-    """What \\ref calls it."""
-
-    def conflicts(self) -> Conflicts:
-        yield not self.runs, "no run to compare; give the folders of runs, such as runs/*"
-        yield self.json and self.format != "text", f"--json and --format {self.format} exclude each other; give one"
-        shaped = self.transpose or self.digits != 4
-        yield shaped and (self.json or self.format == "csv"), "--digits and --transpose are for tables; leave them out"
-        yield self.caption and self.format != "latex", "--caption is for --format latex"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepConfig(Printed):
-    """Train arms times seeds of a TOML file over caches that they share, and show the table.
-
-    The same command resumes an interrupted sweep; a run that ended badly is a result of its arm.
-    """
-
-    file: Path = option(positional=True, reads="file")
-    """The TOML file: seeds, [caches.NAME], [common], [arms.NAME] and [test]."""
-    out: Path | None = None
-    """The folder of caches and runs; by default the file's name without .toml."""
-    at_once: int = option(1, least=1)
-    """Runs beside each other, each with its share of the cores."""
-    dry_run: bool = False
-    """List the commands, which of them are done, and the time and disk of the others; run none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlotConfig(Printed):
-    """Draw the curves of runs into a figure, with switches and rollbacks marked."""
-
-    runs: tuple[Path, ...] = option((), positional=True, reads="path")
-    """Folders of runs; those that differ in the seed alone share a colour, with their mean as a strong line."""
-    out: Path
-    """The figure to write: a name that ends in .png, .svg or .pdf."""
-    x: Literal["tokens", "steps", "minutes"] = "tokens"
-    """The horizontal axis; minutes are those of optimizer steps."""
-    y: str = "validation/loss"
-    """Numbers of metrics.jsonl, several joined with a comma, a panel each; temperature and precision are known too."""
-    overwrite: bool = False
-    """Replace a file that is already there."""
-
-    def conflicts(self) -> Conflicts:
-        yield not self.runs, "no run to plot; give the folders of runs, such as runs/*"
-        ending = f"--out {self.out} ends in none of .png, .svg and .pdf; the ending chooses the format"
-        yield self.out.suffix not in (".png", ".svg", ".pdf"), ending
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompletionConfig(Options):
     """Print a script that completes commands and options in bash, zsh or fish."""
 
@@ -411,7 +324,6 @@ class CompletionConfig(Options):
 
 
 COMMANDS = {
-    "demo": DemoConfig,
     "cache-teacher": CacheTeacherConfig,
     "distill": DistillConfig,
     "evaluate": EvaluateConfig,
@@ -419,12 +331,7 @@ COMMANDS = {
     "chat": ChatConfig,
     "inspect": InspectConfig,
     "verify": VerifyConfig,
-    "merge": MergeConfig,
-    "subset": SubsetConfig,
     "export": ExportConfig,
-    "sweep": SweepConfig,
-    "compare": CompareConfig,
-    "plot": PlotConfig,
     "completion": CompletionConfig,
 }
 """The built-in commands: `kdtrain NAME` runs `main` of the module of that name in `kdtrain.commands`; `chat` is a

@@ -1,11 +1,11 @@
 """The rates of `--lr auto`: by what a run trains and how many parameters the student has. They stand only here.
 
-fresh       up to 10 M as measured (docs/quality.md, docs/learning-rate.md), and 3e-4 beyond.
-pretrained  all weights of a student that begins from some: up to 10 M as measured (docs/prune.md, docs/lora.md), beyond
-            what recipes for distillation and fine-tuning use, which falls with size (1e-5 for 8 B).
+fresh       up to 10 M as measured (docs/quality.md, benchmarks/find_lr.md), and 3e-4 beyond.
+pretrained  all weights of a student that begins from some: up to 10 M as measured (docs/prune.md, benchmarks/lora.md),
+            beyond what recipes for distillation and fine-tuning use, which falls with size (1e-5 for 8 B).
 lora        adapters learn best at about ten times the rate of all weights, whatever their rank at a fixed alpha (arXiv
             2106.09685; Thinking Machines, "LoRA Without Regret", 2025): so the size is the whole student's. Up to 10 M
-            as measured (docs/lora.md).
+            as measured (benchmarks/lora.md).
 """
 
 import math

@@ -45,8 +45,8 @@ def register_section(name: str, kinds: Mapping[str, type]) -> None:
         kinds: the frozen dataclass of its options by command, `distill` or `cache-teacher`; its base is `Options`, and
             every option has a default. It may have a method `check`, which gets the whole configuration of the command
             and refuses, by a `UsageError`, what does not go with its own values. One with a teacher that runs elsewhere
-            has `teacher_kind`, a name of `kdtrain.teachers` or None, and for distill `capture(config, **options)`: the
-            `CacheTeacherConfig` by which its answers are cached. One that makes data has `data_plan`, a name of
+            has `teacher_kind`, a name of `kdtrain.teachers` or None, and `connect(teacher, codec)`, which tells that
+            teacher where it runs. One that makes data, such as a cache of its answers, has `data_plan`, a name of
             `kdtrain.plans` or None.
 
     Raises:

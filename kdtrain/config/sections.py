@@ -382,7 +382,8 @@ class MonitorConfig(Options):
     def loggers(self) -> list[tuple[str, str]]:
         """Name and text of each logger of `--log-to`."""
         if self.log_to.strip() == "auto":
-            return [("tensorboard", "")] if importlib.util.find_spec("tensorboard") else []
+            installed = importlib.util.find_spec("tensorboard") and "tensorboard" in LOGGERS.names()
+            return [("tensorboard", "")] if installed else []
         parts = [each.strip().partition(":") for each in self.log_to.split(",")]
         return [] if self.log_to.strip() == "none" else [(name, text) for name, _, text in parts]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.errors import UsageError
+from kdtrain.files import is_locked
 from kdtrain.monitor.progress import formula
 from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.monitor.rules import Signs, findings, stalled
@@ -23,6 +24,8 @@ from kdtrain.tables import Part, columns, duration, loss_text, number, percent, 
 TAIL = 2**22
 """Bytes of a log that a page reads, from its end: some ten thousand steps."""
 RESULT = "result.json"
+LOCK = ".training"
+"""The file that the process that trains a run has locked."""
 _MOST_CACHES = 50
 """Most caches of a mixture that a page lists."""
 _MESSAGE = 1000
@@ -55,11 +58,9 @@ def heading(record: RunRecord) -> str:
     return f"{name}{parameters}{source}{teacher}, {environment.get('mode')} on {environment.get('device')}"
 
 
-def state_of(path: Path, record: RunRecord, training: bool | None) -> tuple[str, str]:
-    """In a word (one of `ACTIVE`, or failed, stopped, killed, or one of `ENDED`) and as a line.
-
-    training: whether a process of this machine trains it; None where the system does not report that.
-    """
+def state_of(path: Path, record: RunRecord) -> tuple[str, str]:
+    """In a word (one of `ACTIVE`, or failed, stopped, killed, or one of `ENDED`) and as a line."""
+    training = is_locked(path / LOCK)  # None where the system does not say
     result, done = record.result or {}, int(record.metrics[-1]["step"]) if record.metrics else 0
     steps = record.environment.get("steps") or as_table(record.options.get("optimizer")).get("steps")
     if training or (training is None and not result):
@@ -96,6 +97,25 @@ def ended(result: Mapping[str, Any]) -> tuple[str, str]:
         parts.append(f"alpha {mean:.2f} in the mean and {last:.2f} at the end{plain}")
     known = {"signal": "stopped", "early-stop": "early stop"}  # a file may have any other word
     return known.get(reason, "done"), ", ".join(parts)
+
+
+def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
+    """Return what a row has of a run that is shown among others: how it is doing, its losses, time and warnings."""
+    result, losses = record.result or {}, [loss for _, loss in record.curve("validation/loss")]
+    return {
+        "state": state_of(path, record)[0],
+        "student": as_table(record.environment.get("student")).get("name"),
+        "cache": as_table(record.options.get("run")).get("cache"),
+        "step": result.get("step", int(record.metrics[-1]["step"]) if record.metrics else 0),
+        "steps": record.environment.get("steps") or result.get("steps"),
+        "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
+        "last_validation_loss": losses[-1] if losses else None,
+        "seconds_left": 3600 * (record.steps[-1] if record.steps else {}).get("eta_h", math.nan),
+        "teacher_validation_loss": result.get("teacher_validation_loss"),
+        "test": record.test,
+        "seconds": result.get("seconds"),
+        "warnings": sum(each.level != "info" for each in record.events),
+    }
 
 
 def watch_line(record: RunRecord, line: str) -> str:

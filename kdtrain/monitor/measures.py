@@ -1,9 +1,19 @@
-"""The numbers of a run: what each is called, in which unit, how it is written, and which way is better."""
+"""The numbers of a run: what each is called, in which unit, how it is written, and which way is better.
 
-from collections.abc import Callable, Iterable
+And the table of what `evaluate` measured, which may be of anyone's runs.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from kdtrain.tables import duration, loss_text, short, size
+from kdtrain.errors import printable
+from kdtrain.monitor.record import as_finite
+from kdtrain.tables import Part, Table, duration, loss_text, number, short, size
+
+_MOST = 64
+"""Most evaluations of a table."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +93,43 @@ MEASURES = {
     },
 }
 """The numbers of a run, in the order of a table."""
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """The text of an evaluation, and the teacher that read it too."""
+    text = f"the cache {str(found['cache'])[:12]}" if found.get("cache") else found.get("data")
+    beside = f", beside {found['teacher']}" if found.get("teacher") else ""
+    return printable(f"{found.get('sequences')} sequences of the {found.get('split')} split of {text}{beside}")[:160]
+
+
+def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the test numbers of runs are of: text, teacher and checkpoint."""
+    texts, steps = sorted(set(map(text_of, found))), {str(each.get("checkpoint")) for each in found}
+    if found:
+        at = min(steps) if len(steps) == 1 else "the checkpoint that was best then"
+        yield f"test: {texts[0]}; of each student {printable(at)[:60]}"
+    if len(texts) > 1:
+        yield "the students were tested on different texts: their test numbers do not compare"
+
+
+def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
+    """What `evaluate` measured last of each checkpoint on each text: a column each, of more than three a row each."""
+    unique = {f"{each.get('student')} {each.get('checkpoint')} {text_of(each)}": each for each in found}
+    last = list(unique.values())[-_MOST:]
+    order = ["student", "checkpoint", "split", "cache", "data", "teacher", "sequences", "date", *EVALUATED]
+    known = {name for each in last for name, value in each.items() if isinstance(value, str | int | float)} - {"step"}
+    lines = []
+    for name in (each for each in (*order, *sorted(known - {*order})) if each in known):
+        measure, cut = EVALUATED.get(name, Measure(name.replace("_", " "), number)), 12 if name == "cache" else 60
+        lines.append([measure.label])
+        for value in (each.get(name) for each in last):
+            text = "-" if (finite := as_finite(value)) is None else measure.shown(finite)
+            lines[-1].append(printable(value[:cut]) if isinstance(value, str) else text)
+    if lines and len(last) > 3:
+        same = [line for line in lines[1:] if len({*line[1:]}) == 1]
+        header, *rows = zip(*(line for line in lines if line not in same), strict=True)
+        yield Table([textwrap.fill(each, 12) for each in header], rows, left=("student", "checkpoint"))
+        if same:
+            yield f"\nall: {'; '.join(f'{name} {value}' for name, value, *_ in same)}"
+    elif lines:
+        yield Table(lines[0], lines[1:], left=lines[0])

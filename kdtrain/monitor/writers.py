@@ -20,7 +20,8 @@ from kdtrain.config.choices import LOGGERS
 from kdtrain.config.sections import MonitorConfig
 from kdtrain.errors import RunError, UsageError, early_warnings, log, warn_early
 from kdtrain.files import publish_text
-from kdtrain.monitor.loggers import Logger, histograms
+from kdtrain.monitor.histograms import histograms
+from kdtrain.monitor.loggers import Logger
 from kdtrain.monitor.on_event import EventCommand
 from kdtrain.monitor.record import lines
 from kdtrain.ranks import copies

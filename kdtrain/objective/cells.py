@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.models.output_head import HeadPart
-from kdtrain.objective.logits import NEVER
-from kdtrain.objective.statistics import Entries
+from kdtrain.objective.statistics import NEVER, Entries
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import matmul
-
-NEVER = -1e30
-"""Logit of a masked entry. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
+from kdtrain.objective.statistics import NEVER
 
 _CHUNK_ELEMENTS = {"cpu": 40_000_000, "cuda": 2**28}
 """Numbers of a chunk in fp32. A GPU needs few chunks a step: each starts up to twenty kernels beside its products, and

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,13 @@ from kdtrain.errors import UsageError, as_number
 from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.alpha import Alpha, MeasuredAlpha
 from kdtrain.objective.divergence import parse, refuse
-from kdtrain.objective.engine.dense import DenseStatistics
 from kdtrain.objective.engine.fused import Request, fused_loss
 from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
+
+if TYPE_CHECKING:
+    from kdtrain.objective.engine.dense import DenseStatistics
 
 
 class LossOutput(NamedTuple):

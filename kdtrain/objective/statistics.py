@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from kdtrain.models.output_head import HeadPart
-from kdtrain.objective.logits import NEVER
+
+NEVER = -1e30
+"""Logit of a masked entry. Finite, so that 0 * NEVER is 0 and no gradient is NaN."""
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
 from kdtrain.config.choices import TAILS
 from kdtrain.models.output_head import HeadPart
-from kdtrain.objective.cells import CellIndex
-from kdtrain.objective.logits import ChunkLogits, chunk_logits
 from kdtrain.objective.statistics import Entries, Events, Statistics
+
+if TYPE_CHECKING:
+    from kdtrain.objective.cells import CellIndex
+    from kdtrain.objective.logits import ChunkLogits
 
 Measure = Callable[[Events], Tensor]
 FLOOR = -1e4
@@ -511,6 +513,8 @@ class OnlineTargets(Targets):
 
     def resolved(self) -> DenseTargets:
         """All logits at once, [N,V]: for a few rows."""
+        from kdtrain.objective.logits import chunk_logits
+
         return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.width), self.labels)
 
     @property
@@ -528,10 +532,14 @@ class OnlineTargets(Targets):
             return None
         weight, bias = (None if each is None else each[columns] for each in (self.head.weight, self.head.bias))
         own = replace(self.head, weight=weight, bias=bias, first=columns.start or 0)
-        return ChunkLogits(self.hidden, own, self.width, chunk, compile)
+        from kdtrain.objective import logits
+
+        return logits.ChunkLogits(self.hidden, own, self.width, chunk, compile)
 
     def row_logprobs(self, reader: ChunkLogits | None, columns: slice) -> Tensor:
         if reader is None:
+            from kdtrain.objective.logits import chunk_logits
+
             return chunk_logits(self.hidden, self.head, self.width)[:, columns]
         return reader(self.hidden)
 

@@ -19,14 +19,12 @@ from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offs
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES
 from kdtrain.cache.read.reader import LocalCache, open_cache
-from kdtrain.cache.read.rows import stored_rows
-from kdtrain.cache.write.live_capture import LiveCache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.sections import DEFAULT_PROMPT, DataConfig
 from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
-from kdtrain.data.packed import WHOLE, PackedRow
+from kdtrain.data.packed import WHOLE
 from kdtrain.data.packing import packed_rows, prompt_rows
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import read_sealed, set_aside
@@ -43,13 +41,12 @@ from kdtrain.monitor.progress import bar
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.agreement import agree
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
-from kdtrain.run.data_plan import open_sources
 from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.tokenizers.view_format import TEXT, own_data
-from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
+from kdtrain.training.sources.cached import open_sources
+from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest, Rows, register_plan
 from kdtrain.training.sources.source import Source
 
-_Rows = dict[str, Iterator[PackedRow]]
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
 """What a chat template asks of the date that is the same all day."""
 
@@ -58,13 +55,13 @@ def build_cache(
     config: CacheTeacherConfig,
     teacher: Teacher,
     refined: LocalCache | None = None,
-    live: LiveCache | None = None,
+    ordered: Ordered | None = None,
     text: dict[str, Any] | None = None,
 ) -> Manifest | None:
     """Build the missing shards of the cache on all ranks; return its manifest on rank 0, None on the others.
 
-    teacher: loaded and prepared. refined: the cache of --refine. live: of a run that reads it meanwhile, whose text is
-    packed beside it. text: see `corpus.stated_text`.
+    teacher: loaded and prepared. refined: the cache of --refine. ordered: of a run that reads it meanwhile, whose text
+    is packed beside it. text: see `corpus.stated_text`.
 
     Raises:
         UsageError: the folder holds another cache, the data do not fill one sequence, `refined` is another teacher's.
@@ -73,11 +70,11 @@ def build_cache(
     counts: Counts = {}
     settings, rows = begun(config, teacher, refined, counts)
     progress = None
-    if live is not None:
+    if ordered is not None:
         folder = config.out.with_name(TEXT)
         on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
         there = (packed := LocalCache(folder)).manifest
-        settings, rows, progress = live.begin(replace(settings, data=there.settings.data), packed)
+        settings, rows, progress = ordered(replace(settings, data=there.settings.data), packed)
         counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
     stated = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
@@ -88,7 +85,7 @@ def build_cache(
 
 def begun(
     config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, counts: Counts, here: bool = True
-) -> tuple[CacheSettings, _Rows]:
+) -> tuple[CacheSettings, Rows]:
     """The settings and the rows of each split of a cache that is begun. here: False for a teacher without weights."""
     earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
     if config.text.generate and here:
@@ -106,7 +103,7 @@ def begun(
     if refined is None:
         return _requested(config, teacher, counts, dict(teacher.identity) if here else {})
     refuse_other_teacher(refined, teacher, loaded=here)
-    settings, rows = refined.manifest.settings, {split: stored_rows(refined[split]) for split in refined}
+    settings, rows = refined.manifest.settings, {split: refined[split].rows() for split in refined}
     number = settings.codec.num_samples  # those drawn lie half way between two
     offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
     return replace(settings, sampling=grid_name(offset)), rows
@@ -236,7 +233,7 @@ def refuse_other_teacher(refined: LocalCache, teacher: Teacher, loaded: bool) ->
 
 def _requested(
     config: CacheTeacherConfig, teacher: Teacher, counts: Counts, identity: dict[str, Any]
-) -> tuple[CacheSettings, _Rows]:
+) -> tuple[CacheSettings, Rows]:
     """The settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
     given, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not given.dense and given.top_k > width:
@@ -267,7 +264,7 @@ def validation_rows(
     if refined is None:
         rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
     else:
-        rows = stored_rows(refined["validation"])
+        rows = refined["validation"].rows()
     first = islice(rows, most)
     while part := list(islice(first, config.batch_size)):
         tokens, mask, segments = (
@@ -392,7 +389,7 @@ def _settings(
     )
 
 
-def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts) -> _Rows:
+def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts) -> Rows:
     """The rows of each split. counts: see `Masks`."""
     sources = text_sources(data, limits)
     masks = {name: Masks(split, data.seq_len, name == next(iter(limits)), counts) for name, split in sources.items()}
@@ -408,7 +405,7 @@ def text_sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, s
 def _write(
     folder: Path,
     settings: CacheSettings,
-    rows: _Rows,
+    rows: Rows,
     progress: Progress | None = None,
     **options: Any,
 ) -> Manifest | None:

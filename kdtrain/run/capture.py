@@ -21,18 +21,17 @@ from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.facts import contents
 from kdtrain.cache.tools.unfinished import progress
 from kdtrain.cache.write.folder import claim_folder
-from kdtrain.cache.write.live_capture import Capture, LiveCache
 from kdtrain.cache.write.writer import CacheBuilder, not_empty
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack, split_text
 from kdtrain.errors import UsageError, log
+from kdtrain.files import refuse_no_folder
 from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
-from kdtrain.models.spec import read_spec, with_weights
+from kdtrain.models.spec import ModelSpec, read_spec, with_weights
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import ModelFootprint, shards_teacher
@@ -51,16 +50,11 @@ from kdtrain.run.build_cache import (
     text_sources,
     validation_rows,
 )
-from kdtrain.run.data_plan import CachedData
-from kdtrain.run.folder import check_out, existing_parent, refuse_no_folder, restarted, trial_folder
+from kdtrain.run.folder import check_out, existing_parent, restarted, trial_folder
 from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
-from kdtrain.tokenizers.view_format import SERVED, TEXT
-from kdtrain.training.schedule import total_steps
-from kdtrain.training.signals import asked_to_stop
-from kdtrain.training.sources.plan import PlanRequest, register_plan
+from kdtrain.tokenizers.view_format import TEXT
+from kdtrain.training.sources.plan import Ordered
 
-_STEPS, _MOST = 16, 256
-"""Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
 _SECONDS = 20.0
 """How long --dry-run tokenizes text, and then reads on, before it estimates its sequences."""
 
@@ -75,10 +69,10 @@ DENSE = 1.39
 """Measured bytes of an entry of a whole distribution."""
 
 
-def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | None = None) -> dict[str, Any] | None:
+def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered | None = None) -> dict[str, Any] | None:
     """Build the cache, inside `same_ranks`; rank 0 returns last. UsageError, RunError: as `cache_teacher`.
 
-    live: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
+    ordered: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
     """
     on_main(lambda: refuse_no_folder(config.out))
     with raise_on_all_ranks():
@@ -95,12 +89,12 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
             mode = pick_mode(before, device)
         teacher = open_teacher(spec, device, mode)
         if remote is not None:
-            teacher.connect(remote, config.codec)
+            remote.connect(teacher, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_teacher(refined, teacher, loaded=False)
     text, pinned = None, dict[str, str]()
-    if config.data.data is not None and live is None:
+    if config.data.data is not None and ordered is None:
         text = None if config.dry_run else on_main(lambda: known_text(config.out, config.data))
         pinned = on_main(lambda: pin_text(config.out, config.data, teacher.tokenizer))
         if refined is None:
@@ -147,7 +141,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, live: LiveCache | 
     log.info("caching %s%s into %s%s", teacher, over, config.out, many)
     if teacher.cost is not None:
         log.info("%s", weights_line(teacher.cost))
-    build_cache(config, teacher, refined, live, text)
+    build_cache(config, teacher, refined, ordered, text)
     return None
 
 
@@ -253,39 +247,21 @@ def computed_bytes(codec: CodecSpec) -> float:
     return few + entry * (codec.top_k - 12) + (both - few + 4 * entry) / 24 * codec.num_samples
 
 
-@register_plan("served")
-def served_data(request: PlanRequest) -> CachedData:
-    """Begin to capture what a server answers into a cache in the run's folder; a finished one requests nothing."""
-    config = request.config
-    on_main(lambda: _refuse_moving(config))
-    per_shard = (4 if request.trial else _STEPS) * min(config.batch_size, _MOST // _STEPS)
-    capture_config = config.remote.capture(config, out=config.out / SERVED, sequences_per_shard=per_shard)
-    objective, codec = config.objective, capture_config.codec
+def capturing(
+    run: DistillConfig, student: ModelSpec, device: torch.device, config: CacheTeacherConfig
+) -> Callable[[Ordered], None]:
+    """How a run has a teacher's answers cached in its own folder, while it reads them (`PlanRequest.capturing`)."""
+    on_main(lambda: _refuse_moving(run))
+    objective, codec = run.objective, config.codec
     if objective.distils:  # several ranks capture all before they train
         refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
-    text = on_main(lambda: decided(config.data, config.out / TEXT, partial(check_student, request.student)))
-    capture_config = replace(capture_config, data=text)
+    text = on_main(lambda: decided(run.data, run.out / TEXT, partial(check_student, student)))
 
-    def capture_all(live: LiveCache) -> None:
-        capture(capture_config, request.device, live)
+    def build(ordered: Ordered) -> None:
+        capture(replace(config, data=text), device, ordered)
         on_main(lambda: None)  # rank 0 writes the manifest after the others have finished
 
-    how = Capture(
-        seed=config.seed,
-        planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
-        build=capture_all,
-        trial=request.trial,
-        whole=world_size() > 1,
-        asked_to_stop=asked_to_stop,
-    )
-    live = LiveCache(capture_config.out, how)
-    request.held.callback(live.close)
-    live.open()
-    cache, data = (str(capture_config.out),), DataConfig(num_workers=config.data.num_workers)
-    plugins = {name: each for name, each in config.plugins.items() if each is not config.remote}
-    plan = CachedData(config, [live])
-    plan.live, plan.options = live, {"cache": cache, "teacher": None, "data": data, "plugins": plugins}
-    return plan
+    return build
 
 
 def _refuse_moving(config: DistillConfig) -> None:

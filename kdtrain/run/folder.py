@@ -31,7 +31,7 @@ from kdtrain.errors import RunError, UsageError, log, making, writing
 from kdtrain.files import (
     Lock,
     hidden_folder,
-    make_folder,
+    make_writable,
     publish_text,
     read_json,
     read_text,
@@ -47,9 +47,9 @@ from kdtrain.files import (
 )
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
+from kdtrain.monitor.facts import LOCK as LOCK
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
-from kdtrain.run.path_kind import LOCK as LOCK
 from kdtrain.run.path_kind import is_environment
 from kdtrain.run.path_kind import is_run as is_run
 from kdtrain.training.schedule import total_steps
@@ -202,22 +202,6 @@ def trial_folder(out: Path, check: Callable[[Path], object] = check_out) -> Iter
 
         yield Path(on_main(make))
         all_gather_object(None)  # a barrier: every rank has finished reading
-
-
-def make(out: Path) -> list[Path]:
-    """Make a folder, check that it is writable, and return the folders made."""
-    made = make_folder(out)
-    if not os.access(out, os.W_OK):
-        raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
-    return made
-
-
-def refuse_no_folder(out: Path) -> None:
-    """Refuse a path where `make` cannot make a folder, and leave nothing behind."""
-    with making(out):
-        exists = out.exists()
-    if not exists:
-        remove_empty(make(out))
 
 
 def _later() -> dict[str, Any]:
@@ -467,7 +451,7 @@ def run_lock(config: DistillConfig) -> Iterator[bool]:
 
 def _lock(out: Path, held: ExitStack) -> None:
     """Make the folder if necessary, and lock it until `held` ends."""
-    held.callback(remove_empty, make(out))
+    held.callback(remove_empty, make_writable(out))
     message = f"another process is training in {out}; wait for it, or name another --out"
     # the same for all attempts of one launch; empty without torchrun
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")

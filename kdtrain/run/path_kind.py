@@ -1,4 +1,4 @@
-"""What a path is: a run and whether it trains, how it ended, a checkpoint, or a cache; by its files, without torch."""
+"""What a path is: a run and how it ended, a checkpoint, or a cache; by its files, without torch."""
 
 from collections import Counter
 from contextlib import suppress
@@ -9,12 +9,9 @@ from kdtrain.cache.format import names as cache_format
 from kdtrain.checkpoint.sealed import is_checkpoint, problem
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, UsageError, warn_early
-from kdtrain.files import is_locked, read_json, read_toml, typed
+from kdtrain.files import read_json, read_toml, typed
 from kdtrain.monitor.facts import RESULT
 from kdtrain.monitor.record import events
-
-LOCK = ".training"
-"""The lock file: see `run_lock`."""
 
 
 class _Run(TypedDict):
@@ -79,11 +76,6 @@ def is_environment(path: Path) -> bool:
         return bool(read_json(path, _Environment))
     except (OSError, ValueError):
         return False
-
-
-def is_training(folder: Path) -> bool | None:
-    """Whether a process of this machine trains the run in `folder`; None where the system does not say."""
-    return is_locked(folder / LOCK)
 
 
 def damage_of(checkpoint: Path) -> str | None:

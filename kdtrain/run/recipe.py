@@ -6,9 +6,10 @@ takes the folder, loads an online teacher, and prepares the data.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.rates import WORDS, Kind, rate_of
@@ -45,7 +47,7 @@ from kdtrain.ranks import free_everywhere, is_main, on_main, pick_device, raise_
 from kdtrain.run.folder import deciding, restarted, run_lock, saved_choices
 from kdtrain.tables import short
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.sources.plan import PlanRequest
+from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 if TYPE_CHECKING:
@@ -79,8 +81,8 @@ class Recipe:
     """The online teacher, loaded and not yet sharded."""
     sources: dict[str, Source]
     """The splits train and validation."""
-    live: Any
-    """The capture that the run reads while it is made."""
+    data: DataPlan
+    """Where the sequences come from."""
     formats: Formats
     plan: MemoryPlan
     micro: int
@@ -184,6 +186,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         device=device,
         held=held,
         trial=earlier is not None,
+        capturing=partial(_capturing, given, student, device),
         names=(*given.plans,),
     ).next()
     masked = on_main(data.masked)
@@ -241,7 +244,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         student=student,
         teacher=teacher,
         sources=sources,
-        live=data.live,
+        data=data,
         formats=formats,
         plan=plan,
         micro=micro,
@@ -581,6 +584,14 @@ def _refuse_divergence(objective: ObjectiveConfig, targets: list[tuple[int, int,
             f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
             "--temperature-mode fixed, another --divergence, or a sparse cache"
         )
+
+
+def _capturing(
+    run: DistillConfig, student: ModelSpec, device: torch.device, config: CacheTeacherConfig
+) -> Callable[[Ordered], None]:
+    from kdtrain.run.capture import capturing  # a run that captures nothing does without
+
+    return capturing(run, student, device, config)
 
 
 def _compiles(config: DistillConfig, device: torch.device) -> bool:

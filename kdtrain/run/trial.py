@@ -138,7 +138,8 @@ def main(config: DistillConfig) -> int:
         with raise_on_all_ranks():
             begins = _begins(config, run)
         log.info("built the run; two steps, a validation forward and a save follow")
-        table = {"run": str(config.out), "begins": begins, **_plan(run), **_estimates(run, config.out), **_capture(run)}
+        table = {"run": str(config.out), "begins": begins, **_plan(run), **_estimates(run, config.out)}
+        table |= run.recipe.data.cost(len(run.trainer.validation_source))
         if config.write_config is not None:
             on_main(lambda: write_config_to_copy(config))
             table["written"] = f"{config.write_config}, for distill --config"
@@ -160,7 +161,7 @@ def _begins(config: DistillConfig, run: Run) -> str:
         if name is None:
             return "from the beginning"
         path = store.path(name)
-    if run.recipe.live is None:  # whose data are not those in the folder
+    if not run.recipe.data.apart:
         saved = read_saved(path)
         refuse_changes(saved["options"], run.recipe.config, config.out, path.name, but=run.same(saved))
     return f"at {path.name}"
@@ -245,17 +246,6 @@ def _estimates(run: Run, out: Path) -> dict[str, Any]:
         "disk for checkpoints (MiB)": round(kept * size / 2**20, 1),
         "disk free (MiB)": round(shutil.disk_usage(existing_parent(out)).free / 2**20, 1),
     }
-
-
-def _capture(run: Run) -> dict[str, Any]:
-    """What the run requests from a server meanwhile, at the rate of the trial's first sequences."""
-    if (live := run.recipe.live) is None:
-        return {}
-    rate, sequences = live.rate, live.planned + len(run.trainer.validation_source)
-    hours = round(sequences / rate / 3600, 4) if rate else None
-    speed = round(rate * run.recipe.facts.seq_len, 1)
-    found = {"sequences": sequences, "tokens_per_second": speed, "estimated_hours": hours}
-    return {"server": {**found, "fingerprint of an earlier capture": "not compared"}}
 
 
 def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> float:

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.cache.write.answers import ShardAnswers
 from kdtrain.config.choices import TEACHERS
-from kdtrain.config.sections import CodecConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
@@ -114,10 +113,6 @@ class Teacher:
         """Shard and compile; every rank must call it. mesh: of the ranks that share it; None: each has the whole."""
         if mesh is not None:
             raise UsageError(f"a teacher of kind {self.spec.kind} is not sharded; leave --teacher-parallel out")
-
-    def connect(self, remote: Any, codec: CodecConfig) -> None:
-        """Take the addresses of the servers that run it, before `load`. UsageError: it is no such teacher."""
-        raise UsageError(f"a teacher of kind {self.spec.kind} runs behind no server; leave --teacher-server out")
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
         """Called before a cache is made, on every rank; `identity` is read after it, and may be the earlier one.

@@ -31,9 +31,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from kdtrain.cache.format.codec import draw_points, encode, grid_offset, uniforms
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, end_tokens
-from kdtrain.cache.write.answers import Encode, Logits, ShardAnswers
+from kdtrain.cache.write.answers import Encode, Logits, ShardAnswers, ShardRows
 from kdtrain.cache.write.generated_text import finish_reasons
-from kdtrain.cache.write.shard_writer import ShardRows
 from kdtrain.errors import UsageError, log
 from kdtrain.models.generate import draw
 from kdtrain.ranks import world_size

@@ -12,7 +12,7 @@ from benchmarks import figures, tables
 from benchmarks.harness import RESULTS, SECTIONS, command
 from benchmarks.science import divergence
 from kdtrain.objective.metrics import Metrics
-from kdtrain.run.sweep import read_sweep
+from kdtrain.plugins.papers.jobs import read_sweep
 from kdtrain.training.validate import calibration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,12 +26,33 @@ def test_filling_a_page_changes_what_is_between_the_markers_and_nothing_else():
         tables.fill("a page without markers", "new", "a-table")
 
 
+def test_a_block_is_placed_on_the_page_with_its_markers_and_its_links_lead_there(tmp_path):
+    far = tmp_path / "far.md"
+    far.write_text("<!-- a -->\n<!-- /a -->\n")
+    (text,) = tables.placed({"a": "[a](../benchmarks/results/a.json)"}, [far]).values()
+    (link,) = re.findall(r"\]\((.*)\)", text)
+    assert (tmp_path / link).resolve() == RESULTS / "a.json"
+    with pytest.raises(ValueError, match="<!-- b -->"):
+        tables.placed({"b": "new"}, [far])
+
+
 @pytest.mark.parametrize("name", tables.PAGES)
 def test_a_page_shows_the_published_records_and_no_others(name):
-    page = filled = tables.PAGES[name].read_text()
-    for marker, block in tables.current(name).items():
-        filled = tables.fill(filled, block, marker)
-    assert filled == page
+    for page, text in tables.filled(name).items():
+        assert text == page.read_text(), page
+
+
+def test_the_page_on_audits_has_the_rows_that_the_record_says_find_a_fault_always():
+    record = json.loads((RESULTS / "audit.json").read_text())
+    page = (ROOT / "docs" / "audit.md").read_text()
+    kinds = ("50 samples", "50 samples, likelihood and counts alone", "top-k 12")
+    for fault in record["power"]["50 samples"]:
+        (row,) = re.findall(rf"^\| {re.escape(fault)} \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+        found = [[rows for rows, share in record["power"][kind][fault].items() if share == 1] for kind in kinds]
+        assert row.split(" | ") == [each[0] if each else "not by 200" for each in found], fault
+    alarms = record["false_alarms"].values()
+    failed, audits = (sum(each[key] for each in alarms) for key in ("failed", "audits"))
+    assert f"{failed} of {audits:,} audits" in " ".join(page.split())
 
 
 def test_the_bins_of_an_evaluation_give_back_its_calibration_error():
@@ -78,7 +99,7 @@ def test_a_record_names_a_command_that_exists_or_the_commit_whose_command_made_i
 def test_each_sweep_is_one_that_the_command_reads(file, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "others")
     monkeypatch.chdir(ROOT)  # students and others' files go by their place in the repository
-    monkeypatch.setattr("kdtrain.run.sweep._absent", lambda *_: [])  # what it needs is made first
+    monkeypatch.setattr("kdtrain.plugins.papers.jobs.missing", lambda *_: [])  # what it needs is made first
     sweep = read_sweep(file, tmp_path / "out")
     assert sweep.runs and not any(job.done for job in sweep.runs) and not (tmp_path / "out").exists()
 

@@ -21,7 +21,8 @@ from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.cache.write.shard_writer import ShardRows, ShardWriter
+from kdtrain.cache.write.answers import ShardRows
+from kdtrain.cache.write.shard_writer import ShardWriter
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets

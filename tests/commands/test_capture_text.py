@@ -16,15 +16,16 @@ import torch
 
 import kdtrain as kd
 from kdtrain.cache.format.manifest import Manifest
-from kdtrain.cache.write.live_capture import Capture, LiveCache
 from kdtrain.cli.parsing import parse
 from kdtrain.commands.evaluate import evaluate
 from kdtrain.config.commands import EvaluateConfig
 from kdtrain.config.sections import CodecConfig, DataConfig, MonitorConfig, PrecisionConfig, TextConfig
 from kdtrain.data import corpus
+from kdtrain.data.order import permutation
 from kdtrain.errors import UsageError
 from kdtrain.files import file_digest, publish_json, read_sealed
 from kdtrain.models.tokenizer import load_tokenizer
+from kdtrain.plugins.served.live_capture import Capture, LiveCache
 from kdtrain.run import build_cache
 from kdtrain.run import capture as run_capture
 from kdtrain.run.folder import changes
@@ -340,8 +341,9 @@ def test_a_cache_that_a_run_captures_states_the_text_and_the_date_of_what_the_ru
     config = configuration(teacher, "chats.jsonl", seq_len=16, out=Path("run/served"))
     how = Capture(
         seed=0,
+        order=lambda sequences: permutation(0, 0, sequences),
         planned=lambda sequences: sequences,
-        build=lambda live: run_capture.capture(config, torch.device("cpu"), live),
+        build=lambda ordered: run_capture.capture(config, torch.device("cpu"), ordered),
         whole=True,
     )
     live = LiveCache(config.out, how)

@@ -15,10 +15,10 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
-from kdtrain.run.data_plan import CachedData
 from kdtrain.run.folder import changes, deciding
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from kdtrain.tokenizers import alignment as alignments
+from kdtrain.training.sources.cached import CachedData
 from kdtrain.training.sources.plan import PlanRequest
 from tests.token_kinds import train
 from tests.web import serving

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kdtrain.monitor.loggers import EDGES, histograms
+from kdtrain.monitor.histograms import EDGES, histograms
 
 
 def one(tensor):
@@ -40,7 +40,7 @@ def test_non_finite_numbers_and_tensors_without_a_finite_one_are_left_out():
 def test_a_tensor_is_counted_the_same_whole_or_in_parts(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = one(values)
-    monkeypatch.setattr("kdtrain.monitor.loggers._CHUNK", 64)
+    monkeypatch.setattr("kdtrain.monitor.histograms._CHUNK", 64)
     parts = one(values.reshape(10, 100))
     assert (parts.bucket_counts, parts.bucket_limits, parts.min, parts.max) == (
         whole.bucket_counts,

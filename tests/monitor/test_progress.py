@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from kdtrain.errors import log
 from kdtrain.monitor import progress
 from kdtrain.monitor.progress import (
     Bar,
@@ -16,7 +17,6 @@ from kdtrain.monitor.progress import (
     Throughput,
     bar,
     formula,
-    log,
     log_step,
     one_line,
     setup_logging,

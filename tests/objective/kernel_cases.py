@@ -14,7 +14,7 @@ from torch import Tensor
 from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import kernels
 from kdtrain.objective.engine.sparse import Shares, reduce_logits, spread_gradients
-from kdtrain.objective.logits import NEVER
+from kdtrain.objective.statistics import NEVER
 
 PADDING = 13
 """Columns behind the vocabulary that no kernel may read or write."""

@@ -20,7 +20,7 @@ from kdtrain.checkpoint import shards
 from kdtrain.config.sections import OptimizerConfig
 from kdtrain.errors import RunError, UsageError
 from kdtrain.models.head import layers_of, split
-from kdtrain.monitor.loggers import histograms
+from kdtrain.monitor.histograms import histograms
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.targets import DenseTargets

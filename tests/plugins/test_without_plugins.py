@@ -20,6 +20,7 @@ for words in (
      *"--validation-sequences 4 --top-k 8 --precision fp32".split()],
     *(["distill", *"--cache cache --student student.toml --out run --batch-size 4 --no-compile --eval-freq 2".split(),
        *"--log-to none --precision fp32 --steps".split(), steps] for steps in ("2", "4")),
+    ["evaluate", "--student", "run", "--cache", "cache"],
     ["export", "run", "--out", "exported"],
     ["distill", "--collect-tensors", "*"],
 ):

@@ -440,8 +440,13 @@ RANGE: dict[str, Any] = {
     "rule": "log-probabilities from elsewhere: the tail is one bucket, right at T = 1 only",
 }
 """The temperature range of a cache that was built from log-probabilities (`keep`)."""
-SAMPLED_RANGE = RANGE | {"rule": "samples alone: right at T = 1 only"}
+_SAMPLED_RANGE = RANGE | {"rule": "samples alone: right at T = 1 only"}
 _LEAST_MASS = 1e-6
+
+
+def stated_range(spec: CodecSpec) -> dict[str, Any]:
+    """The temperature range of a cache whose teacher is not there to measure it."""
+    return _SAMPLED_RANGE if spec.num_samples else RANGE
 
 
 def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec: CodecSpec) -> dict[str, np.ndarray]:

@@ -159,22 +159,30 @@ def stored_bytes(file: h5py.File) -> dict[str, int]:
     return found
 
 
-def copy_rows(source: h5py.File, target: h5py.File, spec: CodecSpec, seq_len: int, rows: np.ndarray) -> None:
-    """Copy sequences of a shard into one that `create_shard` laid out: the stored bytes of their chunks, undecoded.
+def copy_rows(
+    shard: Path, path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, rows: np.ndarray
+) -> dict[str, int]:
+    """Write sequences of a shard as another one of `split`, which begins with `first`; return its stored bytes.
 
-    Only masks, whose chunks hold many sequences, and the lists are compressed again.
+    The stored bytes of their chunks are copied, undecoded. Only masks, whose chunks hold many sequences, and the lists
+    are compressed again.
     """
-    for name, layout in datasets(spec, seq_len).items():
-        if layout.sequences > 1:
-            target[name][...] = source[name][()][rows]
-            continue
-        steps = [range(0, size, step) for size, step in zip(layout.shape, layout.chunk, strict=True)]
-        for place, row in enumerate(rows.tolist()):
-            for inside in itertools.product(*steps):
-                skipped, content = source[name].id.read_direct_chunk((row, *inside))
-                target[name].id.write_direct_chunk((place, *inside), content, skipped)
-    if spec.coded:
-        write_dictionary(target, read_dictionary(source))
+    with h5py.File(shard) as source, creating(path) as (target, check):
+        create_shard(target, spec, seq_len, split, first, len(rows))
+        for name, layout in datasets(spec, seq_len).items():
+            if layout.sequences > 1:
+                target[name][...] = source[name][()][rows]
+                continue
+            steps = [range(0, size, step) for size, step in zip(layout.shape, layout.chunk, strict=True)]
+            for place, row in enumerate(rows.tolist()):
+                for inside in itertools.product(*steps):
+                    skipped, content = source[name].id.read_direct_chunk((row, *inside))
+                    target[name].id.write_direct_chunk((place, *inside), content, skipped)
+        if spec.coded:
+            write_dictionary(target, read_dictionary(source))
+        target.flush()
+        check()
+        return stored_bytes(target)
 
 
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:

@@ -39,6 +39,8 @@ WIDTH = 64
 
 SAMPLING = "grid"
 """How samples are drawn (`codec.draw_points`), as settings name it; a refinement adds its offset: grid+1/50."""
+MIXTURE = "mixture"
+"""`sampling` of samples of several grids, one behind the other."""
 MOST_POINTS = 2**20
 """Points of the finest grid that holds the points of a cache: more would not be exact in fp64."""
 _GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")

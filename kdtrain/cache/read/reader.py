@@ -18,15 +18,17 @@ import math
 import operator
 import os
 import resource
+import shutil
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,12 +36,15 @@ from torch.utils.data import Dataset
 
 from kdtrain import faults
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.hdf5 import check_structure
+from kdtrain.cache.format.hdf5 import check_structure, copy_rows, stored_bytes
 from kdtrain.cache.format.manifest import Manifest, ShardRecord, check_sizes, first_rows, read_manifest
 from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
-from kdtrain.errors import UsageError, as_path
+from kdtrain.errors import RunError, UsageError, as_path
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch, Collator
+
+if TYPE_CHECKING:
+    from kdtrain.data.packed import PackedRow
 
 MAX_OPEN = max(16, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 """Shards that all readers keep open at once, an eighth of the files that a process may open. Each holds 0.6 MiB of
@@ -49,6 +54,7 @@ MAX_LISTS = 2**28
 _readers: "weakref.WeakValueDictionary[int, CacheReader]" = weakref.WeakValueDictionary()
 
 
+_ROWS_AT_ONCE = 64
 AHEAD = 8
 """Shards after the one that is read that are requested from a `ShardSource` in advance."""
 
@@ -107,7 +113,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             remote.bring_tokenizer()
         self.split = split
         self._shards = self.manifest.splits[split]["shards"]
-        self._first_rows = np.array(first_rows(self.manifest.splits[split]))
+        self.first_rows = np.array(first_rows(self.manifest.splits[split]))
+        """The number of the first sequence of each shard, and in the end that of all."""
         self._paths = [cache_format.shard_path(self.folder, shard["name"]) for shard in self._shards]
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._closed: OrderedDict[int, Shard] = OrderedDict()
@@ -190,19 +197,49 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                     parts.append(opened.text(part))
         return {name: np.concatenate([part[name] for part in parts])[place] for name in parts[0]}
 
+    def rows(self, numbers: Sequence[int] | np.ndarray | None = None) -> "Iterator[PackedRow]":
+        """Yield the sequences `numbers` (None: all) in this order, without targets. RunError, IndexError: as `read`."""
+        from kdtrain.data.packed import PackedRow  # what builds another cache asks for them, and no run
+
+        numbers = range(len(self)) if numbers is None else numbers
+        for start in range(0, len(numbers), _ROWS_AT_ONCE):
+            found = self.text(numbers[start : start + _ROWS_AT_ONCE])
+            yield from (PackedRow(*row) for row in zip(*found.values(), strict=True))
+
     def shard_file(self, number: int) -> Path:
         """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
         with self._lock(), self._reading(number):
             return self._paths[number]
+
+    def copy_shard(
+        self, number: int, path: Path, rows: np.ndarray | None = None, *, first: int = 0, link: bool = False
+    ) -> dict[str, int]:
+        """Write a shard to `path`, and return its stored bytes by data set.
+
+        rows: of these alone, within the shard, ascending, as a shard that begins with the number `first`. link: a whole
+        one may be the same file. RunError: it is damaged.
+        """
+        source, settings = self.shard_file(number), self.manifest.settings
+        if rows is not None:
+            return copy_rows(source, path, settings.codec, settings.seq_len, self.split, first, rows)
+        if link and not source.is_symlink():
+            with suppress(OSError):
+                os.link(source, path)
+        if not path.exists():
+            shutil.copyfile(source, path)
+        if file_digest(path) != self._shards[number]["sha256"]:
+            raise RunError(f"{source}: its content changed while it was read; run the same command again")
+        with h5py.File(path) as file:
+            return stored_bytes(file)
 
     def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """The wanted rows by shard, ascending, and the place of each index among them. IndexError: there is no such."""
         wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
         if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
             raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
-        holders = np.searchsorted(self._first_rows, wanted, side="right") - 1
+        holders = np.searchsorted(self.first_rows, wanted, side="right") - 1
         shards, first = np.unique(holders, return_index=True)
-        parts = np.split(wanted - self._first_rows[holders], first[1:])
+        parts = np.split(wanted - self.first_rows[holders], first[1:])
         return dict(zip(shards.tolist(), parts, strict=True)), place
 
     @contextmanager
@@ -285,7 +322,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         if file_digest(path) != self._shards[number]["sha256"]:
             raise AlteredError("its content changed: its SHA-256 differs from the manifest's")
         settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
-        first = self._shards[number].get("first_sequence", int(self._first_rows[number]))
+        first = self._shards[number].get("first_sequence", int(self.first_rows[number]))
         check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
         self._verified[number], self._checked[number] = seen, np.zeros(sequences, bool)
 

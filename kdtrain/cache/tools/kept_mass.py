@@ -10,7 +10,7 @@ Shapes: N positions that count, H top-k entries, R rows.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,18 +88,3 @@ def kept_mass(batch: Batch) -> dict[str, Any]:
         return {"positions": 0, "kept_mass": None, "mass_loss": None}
     loss = float(-mass_N.clamp(min=1e-30).log().mean())
     return {"positions": len(mass_N), "kept_mass": round(float(mass_N.mean()), 6), "mass_loss": round(loss, 6)}
-
-
-def joined(captures: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """`kept_mass` over the samples of several caches, which are in one split; None where one has none."""
-    found = [dict(each or {}) for each in captures]
-    if all(each == found[0] for each in found):
-        return found[0] or None
-    names = ("positions", "kept_mass", "mass_loss")
-    numbers = [[each.get(name) for name in names] for each in found]
-    if any(not isinstance(value, int | float) for row in numbers for value in row):
-        return None
-    sizes, *means = zip(*numbers, strict=True)
-    total = max(1, sum(sizes))
-    both = [round(sum(size * value for size, value in zip(sizes, mean, strict=True)) / total, 6) for mean in means]
-    return {**found[0], **dict(zip(names, (sum(sizes), *both), strict=True))}

@@ -3,25 +3,71 @@
 Shape suffixes: B sequences, T positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import encode_sequences, grid_offset
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.data.packed import PackedRow
 from kdtrain.objective.batch import Batch
 
 Logits = Callable[[Tensor, Tensor | None], Tensor]
 """tokens_BT and, with a document mask, segments_BT -> logits [B, T, V] of the next token."""
+ROWS = ("tokens", "loss_mask", "segments")
 Encode = Callable[[], Arrays]
 """What is kept of a batch, [B, T, ...], as `codec.encode_sequences` makes it; called in the thread that writes."""
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of one shard: n sequences of `split`, from number `first` on."""
+
+    name: str
+    split: str
+    first: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segments: np.ndarray
+    kept: dict[str, np.ndarray]
+    """What is kept of the teacher's distributions, [n, T, ...], where the rows bring it; else empty."""
+
+    @classmethod
+    def of(cls, split: str, shard: int, first: int, rows: Sequence[PackedRow]) -> "ShardRows":
+        """The rows of the shard with this number."""
+        return cls(
+            name=cache_format.shard_name(split, shard),
+            split=split,
+            first=first,
+            kept={name: np.stack([row.kept[name] for row in rows]) for name in rows[0].kept},
+            **{name: np.stack([getattr(row, name) for row in rows]) for name in ROWS},
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> "ShardRows":
+        kept = {name: values[part] for name, values in self.kept.items()}
+        rows = {name: getattr(self, name)[part] for name in ROWS}
+        return replace(self, first=self.first + part.start, kept=kept, **rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over tokens, loss_mask and segments: it tells a shard of other rows."""
+        sha = hashlib.sha256()
+        for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
+            sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
+        return sha.hexdigest()
 
 
 class ShardAnswers:

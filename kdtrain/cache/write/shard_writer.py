@@ -6,11 +6,8 @@ is the same for every batch size. A sequence with a non-finite logit is kept wit
 """
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -22,54 +19,11 @@ from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import FIT_ENTRIES, Arrays, Coding
 from kdtrain.cache.format.manifest import CacheSettings, Sidecar, read_sidecar, shard_problem
-from kdtrain.data.packed import PackedRow
+from kdtrain.cache.write.answers import ROWS, ShardRows
 from kdtrain.errors import RunError
 from kdtrain.files import file_digest, publish_json, published, read_sealed, set_aside
 
-
-@dataclass(frozen=True)
-class ShardRows:
-    """The rows of one shard: n sequences of `split`, from number `first` on."""
-
-    name: str
-    split: str
-    first: int
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    segments: np.ndarray
-    kept: dict[str, np.ndarray]
-    """What is kept of the teacher's distributions, [n, T, ...], where the rows bring it; else empty."""
-
-    @classmethod
-    def of(cls, split: str, shard: int, first: int, rows: Sequence[PackedRow]) -> "ShardRows":
-        """The rows of the shard with this number."""
-        return cls(
-            name=cache_format.shard_name(split, shard),
-            split=split,
-            first=first,
-            kept={name: np.stack([row.kept[name] for row in rows]) for name in rows[0].kept},
-            **{name: np.stack([getattr(row, name) for row in rows]) for name in _ROWS},
-        )
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, part: slice) -> "ShardRows":
-        kept = {name: values[part] for name, values in self.kept.items()}
-        rows = {name: getattr(self, name)[part] for name in _ROWS}
-        return replace(self, first=self.first + part.start, kept=kept, **rows)
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 over tokens, loss_mask and segments: it tells a shard of other rows."""
-        sha = hashlib.sha256()
-        for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
-            sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
-        return sha.hexdigest()
-
-
 _SEQUENCES_AT_ONCE = 16  # sequences packed at once: bounds the memory
-_ROWS = ("tokens", "loss_mask", "segments")
 
 
 class ShardWriter:
@@ -89,7 +43,7 @@ class ShardWriter:
 
     def add(self, rows: ShardRows, kept: Arrays) -> None:
         """Take the next sequences of the shard, and what is kept of them."""
-        arrays = {name: getattr(rows, name) for name in _ROWS}
+        arrays = {name: getattr(rows, name) for name in ROWS}
         broken = kept.get("broken", np.zeros(len(rows), bool)) | (rows.loss_mask == cache_format.BROKEN).all(1)
         self.broken += [f"{rows.split} {rows.first + b}" for b in np.flatnonzero(broken)]
         arrays["loss_mask"] = np.where(broken[:, None], cache_format.BROKEN, arrays["loss_mask"]).astype(np.uint8)
@@ -116,7 +70,7 @@ class ShardWriter:
         for start in range(0, len(arrays["tokens"]), _SEQUENCES_AT_ONCE):
             part = {name: values[start : start + _SEQUENCES_AT_ONCE] for name, values in arrays.items()}
             if self._coding is not None:
-                part = {name: part[name] for name in _ROWS} | self._coding.pack(part["tokens"], part)
+                part = {name: part[name] for name in ROWS} | self._coding.pack(part["tokens"], part)
             number = len(part["tokens"])
             for name, values in part.items():
                 self._file[name][self._written : self._written + number] = values

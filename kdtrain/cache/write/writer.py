@@ -169,8 +169,7 @@ class CacheBuilder:
         """The next shards, up to one for each rank."""
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
-        span = codec.SAMPLED_RANGE if settings.codec.num_samples else codec.RANGE
-        self.measured: tuple[Any, Any] = (None, span if settings.codec.taught else None)
+        self.measured: tuple[Any, Any] = (None, codec.stated_range(settings.codec) if settings.codec.taught else None)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
         """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`."""

@@ -22,28 +22,21 @@ weight (V and padding), K kept entries.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kdtrain.models.output_head import HeadPart
-from kdtrain.objective.engine import kernels, matmul
-from kdtrain.objective.engine.dense import (
-    DenseLoss,
-    Named,
-    Pair,
-    measure_dense,
-    spread_dense,
-    sum_dense,
-    value_dense,
-    weigh,
-)
+from kdtrain.objective.engine import matmul
 from kdtrain.objective.engine.matmul import maybe_compiled
 from kdtrain.objective.engine.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.logits import ChunkLogits, chunk_rows
 from kdtrain.objective.statistics import Entries
 from kdtrain.objective.targets import Supervision, readable
+
+if TYPE_CHECKING:
+    from kdtrain.objective.engine.dense import DenseLoss, Named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +97,11 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, request: Request, hidden_ND: Tensor, weight_PD: Any, bias_P: Any, beta: Tensor) -> Any:
         with torch.autocast(hidden_ND.device.type, enabled=False), matmul.more_graphs(request.compile):
             loss, sums, ctx.gradients = _run(request, hidden_ND, weight_PD, bias_P, beta)
-        ctx.kernels = request.compile and kernels.available(hidden_ND.device)
+        ctx.kernels = None
+        if request.compile:
+            from kdtrain.objective.engine import kernels
+
+            ctx.kernels = kernels if kernels.available(hidden_ND.device) else None
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_PD, bias_P, beta)]
         ctx.mark_non_differentiable(sums)
         return loss, sums
@@ -123,9 +120,9 @@ class _Fused(torch.autograd.Function):
         return None, *found
 
 
-def _scale(gradient: Tensor, factor: Tensor, use_kernels: bool) -> None:
+def _scale(gradient: Tensor, factor: Tensor, kernels: Any) -> None:
     """Multiply in place; a factor of 1 costs no pass over dWeight where it can be seen without waiting for a device."""
-    if use_kernels:
+    if kernels is not None:
         kernels.scale_unless_one(gradient, factor)
     elif factor.device.type != "cpu" or factor.item() != 1.0:
         gradient.mul_(factor.to(gradient.dtype))
@@ -219,23 +216,25 @@ class _WholeRows:
         self.reader = request.rows.targets.reader(request.chunk, request.compile, columns)
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
+        from kdtrain.objective.engine import dense
+
         request, head = self.request, self.request.head
         compiled = request.compile and head.group is None  # a graph would be cut at each exchange
         rows = request.rows[part].harmless(request.vocab_size)
         assert rows.targets is not None
-        pair = Pair(z_RV, rows.targets.row_logprobs(self.reader, self.columns), self.beta_z)
+        pair = dense.Pair(z_RV, rows.targets.row_logprobs(self.reader, self.columns), self.beta_z)
         rows = replace(rows, targets=None)
-        sums = maybe_compiled(sum_dense, compiled)(pair, request.at_one).of_all(head, self.beta_z)
-        values = maybe_compiled(measure_dense, compiled)(pair, sums, request.divergence, self.slopes, head)
+        sums = maybe_compiled(dense.sum_dense, compiled)(pair, request.at_one).of_all(head, self.beta_z)
+        values = maybe_compiled(dense.measure_dense, compiled)(pair, sums, request.divergence, self.slopes, head)
         if request.at_one:
-            at_one_R = maybe_compiled(value_dense, compiled)(pair, sums, request.divergence, head)
+            at_one_R = maybe_compiled(dense.value_dense, compiled)(pair, sums, request.divergence, head)
             values = values._replace(at_one=at_one_R)
-        found = maybe_compiled(weigh, request.compile_small(z_RV.device) and head.group is None)(
+        found = maybe_compiled(dense.weigh, request.compile_small(z_RV.device) and head.group is None)(
             request.dense_loss, pair, sums, values, self.beta, rows, self.slopes, bool(request.wanted), head
         )
         if not request.wanted:
             return found.loss, found.sums, found.beta, None
-        spread = maybe_compiled(spread_dense, compiled)
+        spread = maybe_compiled(dense.spread_dense, compiled)
         spread(pair, sums, values.g, found, rows.labels, request.divergence, request.head, into_RV)
         return found.loss, found.sums, found.beta, z_RV if into_RV is None else into_RV
 
@@ -264,6 +263,11 @@ class _Entries:
         self.cells = None if cells is None else cells.to(rows.labels.device)
         assert self.cells is None or request.head.group is None  # a cell's tokens may be in several parts
         folds = self.cells is not None and self.cells.folds and len(self.rows.labels)
+        self.kernels: Any = None
+        if request.compile and request.head.group is None:
+            from kdtrain.objective.engine import kernels
+
+            self.kernels = kernels
         self.totals = self.cells.totals(self.entries, request.chunk) if self.cells and folds else []
 
     def __call__(self, z_RV: Tensor, part: slice, into_RV: Tensor | None) -> Chunk:
@@ -271,9 +275,9 @@ class _Entries:
         folded = None
         if self.cells is not None and self.totals:
             folded = self.cells.fold(z_RV, entries, rows.labels, self.totals[part.start // self.request.chunk])
-        request, head = self.request, self.request.head
+        request, head, kernels = self.request, self.request.head, self.kernels
         entries = entries.take(z_RV, head) if folded is None else folded.entries
-        fused = request.compile and head.group is None and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)
+        fused = kernels is not None and kernels.chosen(z_RV, into_RV, self.slopes, head.softcap)
         reduce = kernels.tail_stats if fused else maybe_compiled(reduce_logits, request.compile)
         tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes).of_all(head, self.beta_z)
         if not request.wanted:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kdtrain.cache.format.codec import draw_points, grid_offset
+from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import MIXTURE, grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
-from kdtrain.cache.tools.merge_plan import MIXTURE
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, log

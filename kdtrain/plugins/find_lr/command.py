@@ -22,19 +22,29 @@ from kdtrain.commands.distill import train
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import USUAL_STEPS, configured, flag
 from kdtrain.errors import RunError, UsageError, log, making, refuse_no_path, writing
-from kdtrain.files import Lock, publish_text, published, read_json, remove_empty, remove_file, rename_over, temporary_of
+from kdtrain.files import (
+    Lock,
+    make_writable,
+    publish_text,
+    published,
+    read_json,
+    remove_empty,
+    remove_file,
+    rename_over,
+    temporary_of,
+)
 from kdtrain.models.loading import is_adapter, is_model_folder
 from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.run.data_plan import open_sources
-from kdtrain.run.folder import deciding, make
+from kdtrain.run.folder import deciding
 from kdtrain.run.path_kind import is_run
 from kdtrain.run.recipe import student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, show
 from kdtrain.training.schedule import total_steps
+from kdtrain.training.sources.cached import open_sources
 from kdtrain.training.validate import validate
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
@@ -42,6 +52,8 @@ _DIVERGED = ("diverged", "non-finite", "gradient-explosion")
 """Why a run ends whose rate is too high."""
 _SHOWN = 5
 """Rates in the table of the terminal."""
+_LOOKS = [("#0072B2", "o", "-"), ("#D55E00", "s", "--")]
+"""Colour, marker and line of each rung."""
 
 
 @dataclass
@@ -112,7 +124,7 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
             for each in out.iterdir() if out.is_dir() else [out]:
                 if each.name != LOCK and temporary_of(each.name) != RECORD:
                     raise UsageError(f"--out {out} holds something else ({each.name}); name another folder")
-        stack.callback(remove_empty, make(out))
+        stack.callback(remove_empty, make_writable(out))
     stack.callback(Lock(out / LOCK, f"another process searches in {out}; wait for it").release)
 
 
@@ -293,14 +305,15 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         log.info("no figure without matplotlib: pip install 'kdtrain[plot]', and the same command draws it")
         return
-    from kdtrain.monitor import figures
+    from matplotlib.figure import Figure
 
     suggestion, losses = result["suggestion"], [(result["rates"][name], done) for name, done in result["runs"].items()]
-    made, [[axes]] = figures.figure(figures.COLUMN, 2.6, 1, 1)
-    axes.axvspan(*suggestion["between"], color=figures.GREY, alpha=0.2, linewidth=0)
+    made = Figure(figsize=(3.5, 2.6), layout="constrained")  # without pyplot, which needs a screen
+    axes = made.subplots()
+    axes.axvspan(*suggestion["between"], color="#999999", alpha=0.2, linewidth=0)
     axes.axvline(suggestion["lr"], color="#000000", linestyle=":", linewidth=1.2)
     axes.set_xscale("log", base=2)
-    for rung, (steps, (color, marker, line)) in enumerate(zip(result["rungs"], figures.LOOKS, strict=False)):
+    for rung, (steps, (color, marker, line)) in enumerate(zip(result["rungs"], _LOOKS, strict=True)):
         points = sorted((rate, done[rung]["loss"]) for rate, done in losses if len(done) > rung)
         points = [point for point in points if point[1] is not None]
         look: dict[str, Any] = {"marker": marker, "markersize": 4, "linestyle": line, "linewidth": 1.4}
@@ -308,11 +321,15 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
     axes.set_xticks(sorted(rate for rate, done in losses if done[0]["loss"] is not None))
     axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
     axes.tick_params(axis="x", rotation=45)
-    title = f"Validation loss by rate: {suggestion['lr']:.2g} is suggested"
-    figures.finish(axes, title, "peak learning rate", "nats a token")
-    figures.small(axes)
+    axes.tick_params(labelsize=8)
+    axes.set_title(f"Validation loss by rate: {suggestion['lr']:.2g} is suggested", fontsize=9)
+    axes.set_xlabel("peak learning rate", fontsize=8)
+    axes.set_ylabel("nats a token", fontsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
     with published(out / FIGURE, "find-lr.figure") as path:
-        figures.save(made, path, dpi=200, bbox_inches="tight", pad_inches=0.03)
+        made.savefig(path, dpi=200, format="png", bbox_inches="tight", pad_inches=0.03)
 
 
 def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:

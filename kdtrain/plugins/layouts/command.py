@@ -14,7 +14,7 @@ from kdtrain.cache.tools.self_check import look
 from kdtrain.commands.cache_result import show_cache
 from kdtrain.data.rows import readable
 from kdtrain.errors import UsageError, log
-from kdtrain.files import file_digest, json_digest
+from kdtrain.files import file_digest, json_digest, refuse_no_folder
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, setup_logging
@@ -23,7 +23,6 @@ from kdtrain.plugins.layouts.layout import Layout
 from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig
 from kdtrain.plugins.layouts.rows import COUNTS, Cutter
 from kdtrain.plugins.layouts.source import SourceFile, open_source
-from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import duration, number
 
 _TOKENS_PER_SHARD = 2**18

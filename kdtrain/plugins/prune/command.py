@@ -9,7 +9,16 @@ import torch
 
 from kdtrain.cache.read.reader import CacheReader, open_cache
 from kdtrain.errors import UsageError, log
-from kdtrain.files import Lock, file_digest, hidden_lock, json_digest, make_folder, refuse_displacing, sweep
+from kdtrain.files import (
+    Lock,
+    file_digest,
+    hidden_lock,
+    json_digest,
+    make_folder,
+    refuse_displacing,
+    refuse_no_folder,
+    sweep,
+)
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import split
 from kdtrain.models.loading import architecture, check_fits, load_teacher, model_digest
@@ -22,7 +31,6 @@ from kdtrain.plugins.prune.cut import Shape, choose, prune, pruned_config, roles
 from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
-from kdtrain.run.folder import refuse_no_folder
 from kdtrain.tables import columns, number, short, show
 from kdtrain.teaching.local import LocalTeacher
 

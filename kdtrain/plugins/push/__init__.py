@@ -1,4 +1,4 @@
-"""`kdtrain push`: publish a cache, or a student, on the hub (docs/push.md)."""
+"""`kdtrain push`: publish a cache, or a student, on the hub (docs/models.md)."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""A teacher behind an inference server: who it is, what is requested, and how answers are checked (docs/teachers.md).
+"""A teacher behind an inference server: who it is, what is requested, and how answers are checked (docs/vllm.md).
 
 `--teacher-server` names the server; in a TOML of teachers/ `kind = "served"` does.
 """
 
 from typing import Any
 
-from kdtrain.config.choices import TEACHERS
+from kdtrain.config.choices import PLANS, TEACHERS
 from kdtrain.config.registered import register_section
 from kdtrain.plugins.served.options import RunServerConfig, ServerConfig
 
@@ -19,4 +19,12 @@ def served(spec: Any, device: Any, mode: str) -> Any:
     return ServedTeacher(spec, device, mode)
 
 
+def served_data(request: Any) -> Any:
+    """A server's answers, cached in the run's folder while the run reads them."""
+    from kdtrain.plugins.served.data_plan import ServedData
+
+    return ServedData(request)
+
+
 TEACHERS.add("served", served, served)
+PLANS.add("served", served_data, served_data)

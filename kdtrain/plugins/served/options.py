@@ -42,7 +42,7 @@ class ServerConfig(Options):
     teacher_server: tuple[str, ...] = option(
         (), several=True, shown="URL", free=True, private="sends the text to a server", check=_check_servers, brief=True
     )
-    """Address of the teacher's vLLM server; http://HOST:8000/v1, given again for more servers (docs/teachers.md)."""
+    """Address of the teacher's vLLM server; http://HOST:8000/v1, given again for more servers (docs/vllm.md)."""
     server_model: str | None = option(None, free=True, once=True, text=True, needs="teacher_server")
     """The name of the teacher there; by default the only one that is served, or that of --teacher."""
     server_concurrency: int = option(16, free=True, least=1, most=1024, needs="teacher_server")
@@ -58,6 +58,10 @@ class ServerConfig(Options):
     def teacher_kind(self) -> str | None:
         """The kind of the teacher; None: no server is named."""
         return "served" if self.teacher_server else None
+
+    def connect(self, teacher: Any, codec: CodecConfig) -> None:
+        """Tell the teacher where it runs. UsageError: the API key would be sent unencrypted."""
+        teacher.connect(self, codec)
 
     def check(self, config: CacheTeacherConfig) -> None:
         """Refuse what a server's answers cannot do. UsageError: it is given."""
@@ -92,6 +96,11 @@ class RunServerConfig(ServerConfig):
     """The most likely entries that are requested at each position, and cached."""
     server_num_samples: int = option(0, least=0, most=255, needs="teacher_server")
     """Samples of each position instead of --server-top-k, where the server has kdtrain's plugin."""
+
+    @property
+    def data_plan(self) -> str | None:
+        """The plan of what the servers answer; None: no server is named."""
+        return self.teacher_kind
 
     def check(self, config: DistillConfig) -> None:  # type: ignore[override]
         """Refuse what a server's answers cannot do, before requests of hours. UsageError: it is given."""

@@ -30,8 +30,7 @@ from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.tools.kept_mass import kept_mass
 from kdtrain.cache.tools.self_check import examine
-from kdtrain.cache.write.answers import Encode, ShardAnswers
-from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
 from kdtrain.config.sections import CodecConfig
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest

@@ -4,22 +4,33 @@ A run takes the plans that its options name (`DistillConfig.plans`), those of pl
 next one: one that has the student write takes prompts and validation from the plan of the other options.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.read.reader import LocalCache
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import PLANS
 from kdtrain.config.commands import DistillConfig
+from kdtrain.data.order import permutation
+from kdtrain.data.packed import PackedRow
 from kdtrain.models.spec import ModelSpec
+from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.source import Facts, Source
 
 if TYPE_CHECKING:
     from kdtrain.teaching.online import OnlineTeacher
 
 T = TypeVar("T", bound=Callable[[Any], Any])
+Rows = Mapping[str, Iterator[PackedRow]]
+"""Of each split."""
+Ordered = Callable[[CacheSettings, LocalCache], tuple[CacheSettings, Rows, Callable[[int, int | None], None]]]
+"""Settings and packed text of a cache -> its settings, its rows when they may be taken, and its progress."""
 
 
 class DataPlan:
@@ -27,8 +38,8 @@ class DataPlan:
 
     facts: Facts | None = None
     """None for text, of which more is known when it is packed."""
-    live: Any = None
-    """The `LiveCache` that the run reads while it is captured."""
+    apart = False
+    """Whether a trial reads other data than the run of its options."""
     options: Mapping[str, Any] = {}
     """Options in place of those given, with which the run would read the same data again."""
 
@@ -38,6 +49,13 @@ class DataPlan:
 
     def refuse_no_rows(self) -> None:
         """UsageError: a text gives a split no sequence, which is seen before a teacher is loaded."""
+
+    def cost(self, validation: int) -> Mapping[str, Any]:
+        """Rows of --dry-run: what the data cost beside the training. validation: sequences of that split."""
+        return {}
+
+    def finish(self) -> None:
+        """End what runs beside the training, which has read all that it reads."""
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         """The splits train and validation, and sequences for validation in the teacher's own tokens.
@@ -63,8 +81,18 @@ class PlanRequest:
     """Ends what runs beside the training, such as a capture."""
     trial: bool
     """Whether a server answers for what is read only."""
+    capturing: Callable[[CacheTeacherConfig], Callable[[Ordered], None]]
+    """Refuses a cache in the run's folder that the run cannot use, and returns what builds it by the given rows."""
     names: tuple[str, ...]
     """The plans that are left, the next one first."""
+
+    def first_epoch(self, sequences: int) -> np.ndarray:
+        """The order in which the run reads so many sequences first."""
+        return permutation(self.config.seed, 0, sequences)
+
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop, so that nothing must wait any longer."""
+        return asked_to_stop()
 
     def next(self) -> DataPlan:
         """Plan the data by the first of `names`. Every rank calls it. UsageError, RunError: they cannot be read."""

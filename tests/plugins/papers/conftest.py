@@ -1,0 +1,5 @@
+"""The workbench of `tests/commands`."""
+
+from tests.commands.conftest import made, workbench
+
+__all__ = ["made", "workbench"]
