@@ -27,11 +27,10 @@ from kdtrain.imports import optional
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.hub import ask_config
 from kdtrain.models.loading import is_adapter, is_model_folder, with_weights_of
-from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
 from kdtrain.net.address import parse_address
-from kdtrain.objective.divergence import adds_up, parse, refuse
+from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
     Job,
@@ -95,6 +94,11 @@ class Recipe:
     def facts(self) -> Facts:
         """Those of the data."""
         return self.sources["train"].facts
+
+    @property
+    def cut(self) -> bool:
+        """Whether no rank holds the whole student."""
+        return self.plan.student == "fsdp" or self.layout.tensor_size > 1
 
     @property
     def has_teacher(self) -> bool:
@@ -215,8 +219,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
                 "--teacher-parallel replicate, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
-        if layout.tensor_size > 1:
-            _refuse_with_tensor_ranks(given, student, size, facts, formats)
+        _refuse_with_tensor_ranks(given, student, size, facts, formats)
         lr, lr_from = _rate(given, student, size, rate)
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
@@ -270,8 +273,7 @@ def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> d
     world = cast(int, given.world_size)
     if world % own.tensor_parallel:
         raise UsageError(f"--tensor-parallel {own.tensor_parallel} does not divide --world-size {world}")
-    if own.tensor_parallel > 1:
-        _refuse_with_tensor_ranks(given, student, size, facts, formats)
+    _refuse_with_tensor_ranks(given, student, size, facts, formats)
     footprint = None if teacher is None else teacher.footprint(seq_len)
     job = job_of(given, formats.high, device, student, seq_len, size, footprint)
     free, ranks = own.device_memory and own.device_memory * 2**30, world // own.tensor_parallel
@@ -320,24 +322,11 @@ def _refuse_other_tokenizer(
 def _refuse_with_tensor_ranks(
     config: DistillConfig, student: ModelSpec, vocab_size: int | None, facts: Facts | None, formats: Formats
 ) -> None:
-    """Refuse what tensor parallelism is not made for, and a student whose model it cannot cut."""
-    from kdtrain.parallel.tensor import refuse_plan
+    """Refuse what tensor parallelism is not made for, where the options ask for it."""
+    if config.parallel.tensor_parallel > 1:
+        from kdtrain.parallel.tensor import refuse_with  # which other runs do not load
 
-    option = f"--tensor-parallel {config.parallel.tensor_parallel}"
-    dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
-    refused = {
-        f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
-        "adapters (--lora-rank), whose layers are whole": student.lora is not None,
-        "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
-        and facts.alignment is not None,
-        f"--divergence {config.objective.divergence} over whole distributions, as it is no sum over tokens": dense
-        and config.objective.distils
-        and not adds_up(config.objective.divergence),
-    }
-    if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
-        raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
-    theirs = configuration(student, vocab_size)
-    refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
+        refuse_with(config, student, vocab_size, facts, formats)
 
 
 def _rate(
