@@ -265,9 +265,10 @@ def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> d
     student, own = _with_base_weights(given, student, formats, device), given.parallel
     teacher = _open_teacher(given, student, formats, device)
     options: dict[str, Any] = {"config": given, "student": student, "teacher": teacher, "device": device}
+    options |= {"held": held, "trial": True, "capturing": partial(_capturing, given, student, device)}
     facts, seq_len, size = None, given.data.seq_len, None if teacher is None else teacher.vocab_size
     if given.data.data is None:  # text is not read
-        facts = PlanRequest(**options, held=held, trial=True, names=(*given.plans,)).next().facts
+        facts = PlanRequest(**options, names=(*given.plans,)).next().facts
     if facts is not None:
         seq_len, size = facts.seq_len, facts.vocab_size
     world = cast(int, given.world_size)
