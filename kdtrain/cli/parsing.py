@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kdtrain.config.kinds import alternatives, choices, convert, metavar, read_words, wanted, words_wanted
 from kdtrain.config.removed import answers, renewed
 from kdtrain.config.values import Option, configured, flag, options_of, refuse_value
-from kdtrain.config.words import MOST, option_meant, short, word_meant
+from kdtrain.config.words import MOST, meant_by, option_meant, short, word_meant
 from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import read_toml, same_path
 from kdtrain.models.spec import foreign_beside
@@ -173,8 +173,10 @@ class _Line:
         if name.startswith("no_") and name[3:] in self.options:
             self.mistakes.append(f"{short(word)}: {flag(name[3:])} cannot be switched off; leave it out")
             return 0
-        meant = option_meant(name, self.options)
-        if meant:
+        meant, answer = option_meant(name, self.options), meant_by("answers").get(name.lower())
+        if answer:
+            self.mistakes.append(f"{short(word)}: {answer}")
+        elif meant:
             self.mistakes.append(f"{short(word)}: no such option; perhaps you meant {meant}")
         elif elsewhere := next((other for other, kind in self.others().items() if name in options_of(kind)), None):
             near = next((f"; there is {flag(each)} here" for each in self.options if each.endswith(f"_{name}")), "")

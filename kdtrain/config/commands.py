@@ -102,6 +102,8 @@ class DistillConfig(Extended):
     """Show the plan of the run, its time and memory; two steps are taken and saved, and the files removed."""
     write_config: Path | None = option(None, free=True, once=True, needs="dry_run", reads="new file")
     """With --dry-run, write all options with their lines of help into this new file, for --config."""
+    world_size: int | None = option(None, free=True, least=1, needs="dry_run")
+    """With --dry-run, plan the memory of so many ranks from shapes alone; nothing is built, and no step is taken."""
     sanity: bool = option(False, free=True, brief=True)
     """Run the checks that come before a long run; a table of verdicts is shown, and the files are removed."""
     data: DataConfig = field(default_factory=DataConfig)

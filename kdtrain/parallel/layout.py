@@ -70,8 +70,9 @@ class RankLayout:
         return cls(rank() // tensor, data, mesh, group, rank() % tensor, tensor, every["tensor"])
 
     def __str__(self) -> str:
-        each = f"{self.data_size} data ranks"
-        return each if self.tensor_size == 1 else f"{each} of {self.tensor_size} tensor ranks"
+        if self.tensor_size == 1:
+            return f"{self.data_size} ranks"
+        return f"{self.data_size} data rank{'s' if self.data_size > 1 else ''} of {self.tensor_size} tensor ranks"
 
     def sharing(self, size: int | None) -> Any:
         """Return the mesh in which `size` data ranks share one copy of a model; None: all. Every rank must call it."""

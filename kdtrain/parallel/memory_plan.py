@@ -472,14 +472,16 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
 def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> MemoryPlan:
     """Choose the plan of a run; job: see `job_of`; free: see `free_everywhere`. UsageError: it does not fit."""
     own = config.parallel
-    if world_size() == 1 and (own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None):
+    if (config.world_size or world_size()) == 1 and (
+        own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None
+    ):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
     plan = choose(own, _data_ranks(config), online=config.online, job=job, free=free)
     return replace(plan, tensor=own.tensor_parallel)
 
 
 def _data_ranks(config: DistillConfig) -> int:
-    return world_size() // config.parallel.tensor_parallel
+    return (config.world_size or world_size()) // config.parallel.tensor_parallel
 
 
 def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free: float | None) -> int:

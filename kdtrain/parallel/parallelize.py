@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kdtrain.models.head import default_probe, layers_of
 from kdtrain.parallel.layout import RankLayout
-from kdtrain.ranks import agreed_max, local, with_local
+from kdtrain.ranks import agreed_max, all_reduce_sum, local, with_local
 
 
 class SingleProcess:
@@ -220,6 +220,27 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
     """All-reduce a bucket of DDP over a group, without dividing by the number of ranks."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def sum_over_tensor_ranks(model: Any, layout: RankLayout) -> None:
+    """Make the gradients of weights that each tensor rank of a `SplitModel` holds whole those of one process, once a
+    step: the sum of what the ranks see, or where all see the same the first one's, so that no rounding parts them."""
+    if layout.tensor_size == 1:
+        return
+    group = layout.tensor_mesh.get_group()
+    named = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
+    parts = [local(each) for name, each in named if model.once.get(name, False)]
+    same = [local(each) for name, each in named if not model.once.get(name, True)]
+    exchange(parts, lambda flat: all_reduce_sum(flat, group))
+    exchange(same, lambda flat: all_reduce_sum(layout.once(flat), group))
+
+
+def exchange(tensors: Sequence[torch.Tensor], how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace tensors by what `how` returns for all of them in one row."""
+    if tensors:
+        flat = how(torch.cat([each.flatten() for each in tensors]))
+        for each, new in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
+            each.copy_(new.view_as(each))
 
 
 def is_sharded(tensors: Sequence[torch.Tensor]) -> bool:

@@ -30,10 +30,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedConfig
 
+from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layers_of
 from kdtrain.models.loading import whole_model
+from kdtrain.models.scratch import configuration
+from kdtrain.models.spec import ModelSpec
+from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout
+from kdtrain.precision.formats import Formats
 from kdtrain.ranks import all_reduce_sum
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
@@ -74,6 +79,30 @@ def refuse_plan(config: PreTrainedConfig, name: str, size: int, vocab_size: int)
     if vocab_size <= (size - 1) * -(-vocab_size // size):
         raise UsageError(f"--tensor-parallel {size}: a rank would have none of the {vocab_size} tokens of {name}")
     return plan
+
+
+def refuse_with(
+    config: DistillConfig, student: ModelSpec, vocab_size: int | None, facts: Any, formats: Formats
+) -> None:
+    """Refuse what tensor parallelism is not made for, and a student whose model it cannot cut.
+
+    facts: of the data, if they are known.
+    """
+    option = f"--tensor-parallel {config.parallel.tensor_parallel}"
+    dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
+    refused = {
+        f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
+        "adapters (--lora-rank), whose layers are whole": student.lora is not None,
+        "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
+        and facts.alignment is not None,
+        f"--divergence {config.objective.divergence} over whole distributions, as it is no sum over tokens": dense
+        and config.objective.distils
+        and not adds_up(config.objective.divergence),
+    }
+    if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
+        raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
+    theirs = configuration(student, vocab_size)
+    refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
 
 
 def apply(model: SplitModel, layout: RankLayout, device: torch.device, *, vocab_size: int, sequence: bool) -> None:

@@ -109,8 +109,7 @@ def _load_student(recipe: Recipe) -> SplitModel:
     if spec.init == "pretrained":
         refuse_vocabulary(vocabulary(spec), facts.vocab_size, facts.tokenizer_size)
     size = None if spec.config is None or "vocab_size" in spec.config else facts.vocab_size
-    cut = recipe.plan.student == "fsdp" or recipe.layout.tensor_size > 1
-    whole = not cut and spec.weights is None  # else it may be too large for one device
+    whole = not recipe.cut and spec.weights is None  # else it may be too large for one device
     model = load_student(spec, vocab_size=size, seed=config.seed, device=str(recipe.device) if whole else "cpu")
     if facts.end_tokens and facts.tokenizer is not None:
         line = learn_ends(model, facts.end_tokens, load_tokenizer(facts.tokenizer))

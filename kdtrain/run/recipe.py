@@ -27,11 +27,10 @@ from kdtrain.imports import optional
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.hub import ask_config
 from kdtrain.models.loading import is_adapter, is_model_folder, with_weights_of
-from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
 from kdtrain.net.address import parse_address
-from kdtrain.objective.divergence import adds_up, parse, refuse
+from kdtrain.objective.divergence import parse, refuse
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
     Job,
@@ -95,6 +94,11 @@ class Recipe:
     def facts(self) -> Facts:
         """Those of the data."""
         return self.sources["train"].facts
+
+    @property
+    def cut(self) -> bool:
+        """Whether no rank holds the whole student."""
+        return self.plan.student == "fsdp" or self.layout.tensor_size > 1
 
     @property
     def has_teacher(self) -> bool:
@@ -215,8 +219,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
                 "--teacher-parallel replicate, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
-        if layout.tensor_size > 1:
-            _refuse_with_tensor_ranks(given, student, size, facts, formats)
+        _refuse_with_tensor_ranks(given, student, size, facts, formats)
         lr, lr_from = _rate(given, student, size, rate)
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
@@ -253,6 +256,40 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     )
 
 
+def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> dict[str, Any]:
+    """Return the plan of a run in `--world-size` ranks as a table, from shapes alone: it loads and writes nothing.
+
+    UsageError: data, cache, student or options do not fit together, or not into `--device-memory`.
+    """
+    student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
+    student, own = _with_base_weights(given, student, formats, device), given.parallel
+    teacher = _open_teacher(given, student, formats, device)
+    options: dict[str, Any] = {"config": given, "student": student, "teacher": teacher, "device": device}
+    options |= {"held": held, "trial": True, "capturing": partial(_capturing, given, student, device)}
+    facts, seq_len, size = None, given.data.seq_len, None if teacher is None else teacher.vocab_size
+    if given.data.data is None:  # text is not read
+        facts = PlanRequest(**options, names=(*given.plans,)).next().facts
+    if facts is not None:
+        seq_len, size = facts.seq_len, facts.vocab_size
+    world = cast(int, given.world_size)
+    if world % own.tensor_parallel:
+        raise UsageError(f"--tensor-parallel {own.tensor_parallel} does not divide --world-size {world}")
+    _refuse_with_tensor_ranks(given, student, size, facts, formats)
+    footprint = None if teacher is None else teacher.footprint(seq_len)
+    job = job_of(given, formats.high, device, student, seq_len, size, footprint)
+    free, ranks = own.device_memory and own.device_memory * 2**30, world // own.tensor_parallel
+    micro = _micro_batch(given, ranks, job, free)
+    plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
+    return {
+        "student": {"name": student.name, "parameters": student_parameters(student, size)},
+        "parallel": {"ranks": world, "data ranks": ranks, **plan.table()},
+        "plan": str(plan),
+        "mode": formats.high,
+        "batch": f"{given.batch_size} x {seq_len} tokens, {given.batch_size // (micro * ranks)} micro-batches of "
+        f"{micro} on each data rank",
+    }
+
+
 def _open_teacher(
     config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device
 ) -> "OnlineTeacher | None":
@@ -286,24 +323,11 @@ def _refuse_other_tokenizer(
 def _refuse_with_tensor_ranks(
     config: DistillConfig, student: ModelSpec, vocab_size: int | None, facts: Facts | None, formats: Formats
 ) -> None:
-    """Refuse what tensor parallelism is not made for, and a student whose model it cannot cut."""
-    from kdtrain.parallel.tensor import refuse_plan
+    """Refuse what tensor parallelism is not made for, where the options ask for it."""
+    if config.parallel.tensor_parallel > 1:
+        from kdtrain.parallel.tensor import refuse_with  # which other runs do not load
 
-    option = f"--tensor-parallel {config.parallel.tensor_parallel}"
-    dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
-    refused = {
-        f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
-        "adapters (--lora-rank), whose layers are whole": student.lora is not None,
-        "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
-        and facts.alignment is not None,
-        f"--divergence {config.objective.divergence} over whole distributions, as it is no sum over tokens": dense
-        and config.objective.distils
-        and not adds_up(config.objective.divergence),
-    }
-    if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
-        raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
-    theirs = configuration(student, vocab_size)
-    refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
+        refuse_with(config, student, vocab_size, facts, formats)
 
 
 def _rate(
@@ -565,6 +589,9 @@ def _compiles(config: DistillConfig, device: torch.device) -> bool:
         return False
     if config.guards.nan_hooks == "always":
         log.info("not compiled: --nan-hooks always needs the modules, which a compiled graph does not have")
+        return False
+    if config.parallel.tensor_parallel > 1:
+        log.info("not compiled: torch.compile fails on the parts of tensor ranks; the run is slower")
         return False
     reason = why_not_compile(device)
     if reason is not None:

@@ -309,7 +309,6 @@ class Run:
             "compiled": student.compile_objective,
             "ranks": world_size(),
             "student over ranks": recipe.plan.student,
-            **({} if recipe.layout.tensor_size == 1 else {"tensor ranks": recipe.layout.tensor_size}),
             "steps": recipe.total,
             "lr": {"peak": config.optimizer.lr, "from": recipe.lr_from or "--lr"},
             "launch": launch(),
@@ -363,11 +362,9 @@ class Run:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:
             several = "es" if trainer.stepper.micros > 1 else ""
-            step = (
-                f"each step {trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro} sequences on each"
-            )
-            ranks = str(recipe.layout) if recipe.layout.tensor_size > 1 else f"{world_size()} ranks"
-            lines.append(f"{ranks}, {recipe.plan}: {step}")
+            micros, micro = trainer.stepper.micros, trainer.stepper.micro
+            step = f"each step {micros} micro-batch{several} of {micro} sequences on each"
+            lines.append(f"{recipe.layout}, {recipe.plan}: {step}")
         enabled = "[TimeResume] Adaptive quantization training enabled" if trainer.state.adaptive is not None else ""
         resumed = f"resuming from {loaded}" if loaded is not None else ""
         anew = config.checkpoint.resume == "latest" and not recipe.resumed
@@ -410,8 +407,7 @@ class Run:
         student, has_best = trainer.student.model, state.progress.best_step is not None
         saved: Mapping[str, Any] = self.identity
         packed = self.recipe.student.weights
-        cut = self.recipe.plan.student == "fsdp" or self.recipe.layout.tensor_size > 1
-        if cut or packed is not None:  # no rank holds the whole student
+        if self.recipe.cut or packed is not None:
             path = self._best() if has_best else trainer.store.choose("latest")
             commit = getattr(student.model.config, "_commit_hash", None)  # of a model on the hub: what was loaded
             base = self.recipe.student if commit is None else replace(self.recipe.student, revision=commit)

@@ -52,7 +52,7 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.build import build
 from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder, write_config_to_copy
-from kdtrain.run.recipe import Recipe, resolve, run_device
+from kdtrain.run.recipe import Recipe, plan_ranks, resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import Table, show
 from kdtrain.training.optimizers import make_optimizer
@@ -126,6 +126,12 @@ def main(config: DistillConfig) -> int:
     if config.sanity:
         refuse_many_processes()
         return check(config)
+    if config.world_size is not None:
+        refuse_many_processes()
+        with run_device(config) as device, ExitStack() as held:
+            table = {"run": str(config.out), **plan_ranks(config, device, held)}
+        show(f"distill {config.out}, {config.world_size} ranks, planned from shapes", table, config.json)
+        return 0
     with trial_run(config) as run:
         if (path := run.recipe.loads) is not None:
             run.load(path)

@@ -16,7 +16,7 @@ enough memory would wait in a collective for the one without.
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,7 +32,14 @@ from kdtrain.objective.alpha import MeasuredAlpha
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.parallel.layout import RankLayout
-from kdtrain.parallel.parallelize import SingleProcess, clip_factor, clip_norm_, total_norm
+from kdtrain.parallel.parallelize import (
+    SingleProcess,
+    clip_factor,
+    clip_norm_,
+    exchange,
+    sum_over_tensor_ranks,
+    total_norm,
+)
 from kdtrain.ranks import all_reduce_sum, is_main, local, world_size
 from kdtrain.training.guards import non_finite
 from kdtrain.training.observers import Observer, StepView
@@ -464,14 +471,8 @@ class Stepper:
         """Sum the gradients that no wrapper exchanges: of temperature and projections over the data ranks, and over
         the tensor ranks those of weights that each of these holds whole, of which they see parts."""
         if world_size() > 1:
-            _replace(self._unclipped(), self.layout.sum)
-        if self.layout.tensor_size > 1:
-            model, group = self.student.model, self.layout.tensor_mesh.get_group()
-            named = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
-            parts = [local(each) for name, each in named if model.once.get(name, False)]
-            same = [local(each) for name, each in named if not model.once.get(name, True)]
-            _replace(parts, lambda flat: all_reduce_sum(flat, group))
-            _replace(same, lambda flat: all_reduce_sum(self.layout.once(flat), group))
+            exchange(self._unclipped(), self.layout.sum)
+        sum_over_tensor_ranks(self.student.model, self.layout)
 
     def _unclipped(self) -> list[torch.Tensor]:
         """The gradients that are not part of the norm."""
@@ -533,14 +534,6 @@ class Stepper:
         if self.student.device.type == "cuda":
             torch.cuda.empty_cache()
         return f"{text}: continuing with {self.micro}, as --micro-batch-size {self.micro} does from the start"
-
-
-def _replace(tensors: list[torch.Tensor], exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace tensors by what `exchange` returns for all of them in one row."""
-    if tensors:
-        flat = exchange(torch.cat([each.flatten() for each in tensors]))
-        for each, new in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
-            each.copy_(new.view_as(each))
 
 
 def _scales_in_optimizer(optimizer: Optimizer, device: torch.device) -> bool:

@@ -11,6 +11,7 @@ from kdtrain.parallel import memory_plan
 from kdtrain.parallel.memory_plan import USABLE
 
 STUDENT = ("--student", "student.toml")
+TENSOR = ("--batch-size", 4, "--device-memory", 8)
 
 
 def job(config):
@@ -59,6 +60,19 @@ def test_a_dry_run_shows_the_plan(workbench):
     assert (plan["ranks"], plan["student"], plan["teacher"]) == (1, "single", "none")
     assert 0 < plan["GiB a rank"] < plan["GiB free"]
     assert plan["most at"] in ("head", "backward", "save")
+
+
+def test_a_run_of_more_ranks_is_planned_from_shapes_and_writes_nothing(weightless):
+    before, common = weightless.everything(), ("distill", *STUDENT, *weightless.plain, "--out", "dry", "--dry-run")
+    plans = {
+        ranks: weightless.json(*common, "--cache", "cache", "--world-size", 4, "--tensor-parallel", ranks, *TENSOR)
+        for ranks in (1, 2)
+    }
+    assert [each["parallel"]["data ranks"] for each in plans.values()] == [4, 2]
+    assert "cut over 2 tensor ranks, the same on each data rank" in plans[2]["plan"]
+    code, _, err = weightless.call(*common, "--cache", "cache", "--world-size", 3, "--tensor-parallel", 2)
+    assert code == 2 and "--tensor-parallel 2 does not divide --world-size 3" in err
+    assert weightless.everything() == before
 
 
 def test_a_model_that_cannot_be_measured_is_planned_without_numbers(workbench, monkeypatch, caplog):

@@ -1,13 +1,18 @@
 """The plan: student and teacher whole or sharded, by what fits; what is refused, and what would help."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from kdtrain.config.sections import ParallelConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.sections import LoraConfig, ObjectiveConfig, ParallelConfig, PrecisionConfig
 from kdtrain.errors import UsageError
-from kdtrain.parallel.memory_plan import GIB, USABLE, Job, choose, estimated
+from kdtrain.models.spec import ModelSpec
+from kdtrain.parallel import tensor
+from kdtrain.parallel.memory_plan import GIB, USABLE, Job, ModelFootprint, choose, estimated
 from kdtrain.parallel.memory_plan import MemoryPlan as Plan
+from kdtrain.testing import SHAPES
 
 
 @dataclass(frozen=True)
@@ -223,3 +228,54 @@ def test_packed_weights_count_by_their_bytes_and_are_never_sharded():
     assert (found.student, found.teacher) == ("ddp", "replicate")
     with pytest.raises(UsageError, match="student ddp, teacher replicate"):
         choose(ParallelConfig(), 4, online=True, job=job, free=1e8)
+
+
+NO_CHOICE = type("Formats", (), {"choice": None})()
+QUANTISED = type("Formats", (), {"choice": "fp8"})()
+
+
+@pytest.mark.parametrize(
+    "shape, changes, size, words",
+    [
+        ("gpt2", {}, 2, "transformers has no plan for"),
+        ("llama", {}, 4, "does not divide num_key_value_heads = 2 of s; choose 2"),
+        ("llama", {"intermediate_size": 63}, 2, "intermediate_size = 63"),
+        ("llama", {"num_key_value_heads": 1}, 2, "use --parallel fsdp"),
+        ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout"),
+        ("llama", {"vocab_size": 1}, 2, "none of the 1 tokens"),
+        ("llama", {"model_type": "olmo2"}, 2, "the style colwise_gather_output"),
+        ("llama", {"model_type": "mixtral", "num_local_experts": 2}, 2, "the style moe_tp_experts"),
+    ],
+)
+def test_a_student_that_tensor_ranks_cannot_cut_is_refused_by_what_they_can(shape, changes, size, words):
+    spec = ModelSpec(name="s", config=SHAPES[shape] | changes, init="scratch")
+    given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=ParallelConfig(tensor_parallel=size))
+    with pytest.raises(UsageError) as caught:
+        tensor.refuse_with(given, spec, 1 if "vocab_size" in changes else 300, None, NO_CHOICE)
+    assert words in str(caught.value) and "--tensor-parallel" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options, spec, formats, words",
+    [
+        ({"precision": PrecisionConfig(precision="mxfp8")}, {}, QUANTISED, "--precision mxfp8"),
+        ({}, {"lora": LoraConfig(lora_rank=4)}, NO_CHOICE, "--lora-rank"),
+        ({"objective": ObjectiveConfig(divergence="logit-mse")}, {}, NO_CHOICE, "logit-mse over whole distributions"),
+    ],
+)
+def test_what_tensor_ranks_are_not_made_for_is_refused_by_name(options, spec, formats, words):
+    student = ModelSpec(name="s", config=SHAPES["llama"], init="scratch", **spec)
+    parallel, dense = ParallelConfig(tensor_parallel=2), type("Facts", (), {"targets": "dense", "alignment": None})()
+    dense.taught = [dense]
+    given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=parallel, **options)
+    with pytest.raises(UsageError, match=f"^--tensor-parallel 2 cannot be used with .*{words}"):
+        tensor.refuse_with(given, student, 300, dense, formats)
+
+
+def test_a_part_of_a_model_is_what_a_tensor_rank_has_of_it():
+    whole = ModelFootprint(
+        name="m", parameters=1000, layers=2, in_layers=800, width=8, vocabulary=101, tied=False, kept=100.0
+    )
+    assert (whole.part(4, 16.0).parameters, whole.part(4, 16.0).vocabulary) == (250, 26)
+    assert whole.part(4, 16.0).kept == 32 + (100 - 32) / 4  # of both layers all positions
+    assert whole.part(4, None).kept == 100

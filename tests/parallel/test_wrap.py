@@ -1,11 +1,13 @@
-"""The wrappers' exchanges, and ranks that together equal one process: see wrap_script.py, and compiled_script.py."""
+"""The wrappers' exchanges, and ranks that together equal one process: see the scripts."""
 
 from pathlib import Path
 
 import pytest
 
+SCRIPTS = [("wrap_script.py", 3), ("compiled_script.py", 2), ("tensor_script.py", 2), ("tensor_script.py", 4)]
 
-@pytest.mark.parametrize("name, world", [("wrap_script.py", 3), ("compiled_script.py", 2)])
+
+@pytest.mark.parametrize("name, world", SCRIPTS)
 def test_every_promise_of_the_script_holds_on_each_rank(name, world, run_ranks):
     script = Path(__file__).with_name(name)
     said, *_ = run_ranks(script, world)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kdtrain.config.registered import register_observer, register_section
+from kdtrain.errors import UsageError
 from kdtrain.plugins.collect.options import CollectConfig
 
 register_section("collect", {"distill": CollectConfig})
@@ -14,6 +15,8 @@ def observer(request: Any) -> Any:
     options = request.config.plugins["collect"]
     if options.collect_tensors is None:
         return None
+    if request.config.parallel.tensor_parallel > 1:
+        raise UsageError("--collect-tensors reads whole layers, and --tensor-parallel cuts them; use --parallel fsdp")
     from kdtrain.plugins.collect.collector import Collector
 
     return Collector(request.config.out / "tensors.h5", options, request)

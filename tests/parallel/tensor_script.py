@@ -1,0 +1,133 @@
+"""Ranks of which two compute a forward together: they train what one process trains. See wrap_script.py."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from wrap_script import CPU, MICROS, batch, comes_back_from_the_disk_in_parts, gradients, near, whole
+
+from kdtrain.config.sections import OptimizerConfig
+from kdtrain.models.head import split
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.parallel import tensor
+from kdtrain.parallel.layout import RankLayout
+from kdtrain.parallel.parallelize import SingleProcess, clip_norm_, parallelize, shard, sum_over_tensor_ranks
+from kdtrain.ranks import local, process_group
+from kdtrain.testing import tiny_model
+from kdtrain.training.optimizers import make_optimizer
+from kdtrain.training.state import TrainState
+from kdtrain.training.student import Student
+
+VOCABULARY = 301
+"""Which no two ranks divide: 151 and 150."""
+SHAPES = {"llama": True, "qwen3": False, "phi": False}
+"""And whether their head is tied."""
+LAYOUT = RankLayout()
+
+
+def parallelized(shape: str, kind: str, sequence: bool = True, tied: bool | None = None) -> SingleProcess:
+    """A fresh student, the same on each rank, in one process (`single`) or over the tensor ranks of each data rank."""
+    tied = SHAPES[shape] if tied is None else tied
+    model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied))
+    if kind != "single":
+        tensor.apply(model, LAYOUT, CPU, vocab_size=VOCABULARY, sequence=sequence)
+    if kind == "fsdp":
+        shard(model, LAYOUT.mesh)
+    student = Student(model, DistillationLoss(alpha=0.9, temperature=2.0), vocab_size=300)
+    return parallelize(
+        student, "single" if LAYOUT.data_size == 1 else kind, LAYOUT if kind != "single" else RankLayout()
+    )
+
+
+def kinds() -> tuple[str, ...]:
+    """How data ranks can hold the parts."""
+    return ("tensor",) if LAYOUT.data_size == 1 else ("ddp", "fsdp")
+
+
+def accumulate(wrapped: SingleProcess) -> None:
+    """The gradients of a step: all micro-batches in one process, else those of this data rank."""
+    first, many = LAYOUT.data_rank * MICROS, MICROS
+    if wrapped.layout.tensor_size == 1:
+        first, many = 0, MICROS * LAYOUT.data_size
+    for number in range(first, first + many):
+        with wrapped.micro_batch(last=number == first + many - 1):
+            wrapped(batch(number), 100.0).loss.backward()
+    sum_over_tensor_ranks(wrapped.model, wrapped.layout)
+
+
+def gradients_of_three_micro_batches_are_those_of_one_process() -> None:
+    cases = [(shape, sequence, None) for shape in SHAPES for sequence in (True, False)] + [("qwen3", True, True)]
+    for shape, sequence, tied in cases[: 7 if LAYOUT.data_size == 1 else 3]:
+        alone = parallelized(shape, "single", tied=tied)
+        accumulate(alone)
+        for kind in kinds():
+            wrapped = parallelized(shape, kind, sequence, tied)
+            accumulate(wrapped)
+            assert near(gradients(wrapped), gradients(alone)), (shape, kind, sequence, tied)
+            norms = [clip_norm_(list(each.model.parameters()), 0.01) for each in (wrapped, alone)]
+            assert torch.allclose(*norms, rtol=1e-6), (shape, kind)
+
+
+def a_hook_that_sums_in_each_backward_is_what_this_test_would_see() -> None:
+    alone, wrapped = parallelized("qwen3", "single"), parallelized("qwen3", kinds()[0], sequence=False)
+    group = LAYOUT.tensor_mesh.get_group()
+    for name, each in wrapped.model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            each.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad, group=group))
+            wrapped.model.once[name] = False
+    accumulate(alone)
+    accumulate(wrapped)
+    assert not near(gradients(wrapped), gradients(alone))
+
+
+def after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layout() -> None:
+    def state(kind: str) -> TrainState:
+        wrapped = parallelized("qwen3", kind)
+        optimizer = make_optimizer(wrapped.module, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
+        for _ in range(3):
+            accumulate(wrapped)
+            optimizer.guarded_step(torch.tensor(0.0))
+            optimizer.zero_grad()
+        return TrainState(wrapped.module, optimizer)
+
+    one = state("single")
+    for kind in kinds():
+        many = state(kind)
+        for name, each in many.student.model.named_parameters():
+            if name in many.student.model.once:
+                bits = [torch.empty_like(local(each.detach())) for _ in range(2)]
+                dist.all_gather(bits, local(each.detach()), group=LAYOUT.tensor_mesh.get_group())
+                assert torch.equal(*bits), name
+        for name, each in one.tensors().items():
+            found = whole(many.tensors()[name])
+            assert (found - each).norm() <= 1e-4 * each.norm() + 1e-9, (kind, name)
+        many.load(one.tensors(), {**one.numbers(), "watchers": {}})
+        assert all(torch.equal(whole(many.tensors()[name]), each) for name, each in one.tensors().items())
+        comes_back_from_the_disk_in_parts(many)
+
+
+def each_rank_holds_its_part_alone_and_validates_as_one_process() -> None:
+    alone, wrapped = parallelized("llama", "single"), parallelized("llama", "tensor")
+    held = sum(local(each).untyped_storage().nbytes() for each in wrapped.model.parameters())
+    assert held < 0.53 * sum(each.nbytes for each in alone.model.parameters())
+    assert all(isinstance(each, DTensor) for name, each in wrapped.model.named_parameters() if "norm" not in name)
+    tokens = batch(0).tokens[:, :-1]
+    with torch.no_grad():
+        found, expected = (each.module.eval().model.logits(tokens) for each in (wrapped, alone))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+PROMISES = (
+    gradients_of_three_micro_batches_are_those_of_one_process,
+    a_hook_that_sums_in_each_backward_is_what_this_test_would_see,
+    after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layout,
+    each_rank_holds_its_part_alone_and_validates_as_one_process,
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with process_group(CPU, 300):
+        LAYOUT = RankLayout.of_ranks(CPU, tensor=2)
+        for promise in PROMISES:
+            promise()
+            if dist.get_rank() == 0:
+                print(promise.__name__, flush=True)
