@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
-from kdtrain.cache.format.names import MANIFEST, PIECES
+from kdtrain.cache.format.names import MANIFEST, PIECES, WRITTEN
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.remote import open_cache
 from kdtrain.cache.read.rows import stored_rows
@@ -208,6 +208,8 @@ def refined_cache(where: str) -> LocalCache:
     settings, codec = cache.manifest.settings, cache.manifest.codec
     if not codec.counts_only:
         raise UsageError(f"--refine {where}: only a cache of samples alone can be refined; capture this one anew")
+    if settings.format_version == WRITTEN:
+        raise UsageError(f"--refine {where}: a student wrote its text; capture its rows with more samples instead")
     if settings.format_version == PIECES:
         raise UsageError(f"--refine {where}: it was appended or cut; refine the caches it was made of")
     if grid_offset(settings.sampling) is None:
@@ -256,6 +258,8 @@ def _requested(
         return settings, _text(config.data, teacher.tokenizer, limits, counts)
     prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
     settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
+    if how.policy is not None:
+        settings = replace(settings, codec=replace(codec, written=True), format_version=WRITTEN)
     filler = filler_token(teacher.tokenizer, how.end_tokens)
     rows = {
         name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
