@@ -442,7 +442,7 @@ def with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
     if objective.distils and (online or taught):
         kinds = [(each.top_k, each.num_samples, each.targets == "dense") for each in members]
-        kinds = [(0, 0, True)] if online or facts is None else kinds
+        kinds = [(0, 0, True)] if (online and not taught) or facts is None else kinds
         for top_k, samples, dense in kinds:
             refuse(objective.divergence, objective.tail, top_k=top_k, num_samples=samples, dense=dense)
         grows = DIVERGENCES.has(objective.divergence.partition(":")[0], GROWS_WITH_T)
