@@ -22,7 +22,7 @@ class WriterConfig(Options):
     """Who writes the text of --generate, where the teacher does not."""
 
     by: str | None = option(None, once=True, reads="student spec", shown="STUDENT", brief=True)
-    """With --generate, this student writes and the teacher scores it; a run, an export, a hub id (docs/on-policy.md)."""
+    """With --generate, this student writes and the teacher scores it; a run, an export, a hub id."""
 
     @property
     def writes(self) -> bool:
@@ -55,7 +55,7 @@ class RoundsConfig(CodecConfig):
     on_policy: bool = option(False, brief=True)
     """Train on the student's own text; each round it continues prompts of --data, and --teacher scores them."""
     rollouts: Path | None = option(None, once=True, reads="saved", brief=True)
-    """Train on the rounds that a run with --on-policy wrote, in their order, without a teacher; the folder of the run."""
+    """Train on the rounds that a run with --on-policy wrote; in their order, without a teacher."""
     round_rows: int = option(2048, least=1, needs="on_policy")
     """Prompts that the student continues in a round."""
     round_steps: int | None = option(None, least=1, needs="on_policy")
@@ -77,7 +77,7 @@ class RoundsConfig(CodecConfig):
     rollout_batch_size: int = option(64, least=1, needs="on_policy")
     """Rows that the student continues together, which decides their last bits; lower it where memory ends."""
     on_collapse: Literal["warn", "stop"] = option("warn", free=True)
-    """What follows where the text of a round is much shorter, longer or more repetitive than it was, or no longer ends."""
+    """What follows where the texts of a round became much shorter, longer or repetitive, or no longer end."""
 
     @property
     def data_plan(self) -> str | None:
@@ -143,8 +143,8 @@ class RoundsConfig(CodecConfig):
 
     def _check_sampled(self, config: DistillConfig) -> None:
         objective = config.objective
-        fixed = bool(config.cache) or self.cold_start > 0
-        refuse(fixed, f"--divergence {SAMPLED} needs tokens that the student drew; leave --cache and --cold-start out")
+        fixed = bool(config.cache)
+        refuse(fixed, f"--divergence {SAMPLED} needs tokens that the student drew; leave --cache out")
         refuse(
             self.dense, f"--divergence {SAMPLED} is for samples and a top-k; with --dense use reverse-kl, the exact one"
         )

@@ -1,7 +1,7 @@
 """What the text of a round shows, from its cache alone, and the rules by which it collapses.
 
-Of tokens drawn from the student, -log q is an estimate of its entropy, log q - log p of the reverse KL, and min(1, p / q)
-of the mass that both share: a round holds both numbers of each token. So a replay logs what the run did.
+Of tokens drawn from the student, -log q is an estimate of its entropy, log q - log p of the reverse KL, and
+min(1, p / q) of the mass that both share: a round holds both numbers of each token. So a replay logs what the run did.
 
 Shape suffixes: n rows, T positions.
 """

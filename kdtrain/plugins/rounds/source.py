@@ -255,9 +255,9 @@ class Rounds:
     def read(self, indices: np.ndarray) -> Batch:
         """Return these rows. RunError: one cannot be read, or its round is not written (a stop was requested)."""
         numbers = indices // STRIDE
-        if any(number and number not in self.rounds for number in np.unique(numbers).tolist()):
-            if self.write_collective(indices) is None:
-                raise RunError("stopped while the student wrote; the same command resumes")
+        missing = any(number and number not in self.rounds for number in np.unique(numbers).tolist())
+        if missing and self.write_collective(indices) is None:
+            raise RunError("stopped while the student wrote; the same command resumes")
         runs = np.split(np.arange(len(indices)), np.flatnonzero(np.diff(numbers)) + 1)
         parts = [self._part(int(numbers[run[0]]), indices[run] % STRIDE) for run in runs]
         targets = join([(each.loss_mask.numel(), each.targets) for each in parts])
@@ -294,7 +294,7 @@ class Rounds:
         ValueError: it is no such state, or the rounds are others.
         """
         saved = typed(state, _State)
-        found = {number: attempt for number, attempt in saved.rounds}
+        found = dict[int, int](saved.rounds)  # type: ignore[arg-type]
         if self._digest(saved.rounds) != saved.sha256:
             raise ValueError(f"the rounds in {self.folder} are not those that the run was trained on")
         left = self.rounds.keys() - found.keys()
