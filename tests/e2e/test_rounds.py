@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
 
@@ -254,3 +254,30 @@ def test_stale_rounds_stay_in_the_mix_and_a_round_that_grows_writes_more(forks, 
     lengths = [line["rollouts/length"] for line in forks.metrics("stale") if "rollouts/length" in line]
     assert lengths[0] <= 4 < lengths[1] <= 8 < lengths[2] <= 12
     assert forks.state("stale")["source"]["rounds"] == [[1, 1], [2, 1], [3, 1]]
+
+
+def test_what_the_teacher_alone_sees_is_in_its_numbers_and_not_in_the_row(bench, writes):
+    asks = (*writes, "--by", "exported", "--top-k", 8)
+    bench.run(*asks, "--out", "sees", "--teacher-system", "Shout: ").ok()
+    bench.run(*asks, "--out", "blind").ok()
+    sees, blind = (kd.Cache(bench.root / name)["train"].read(range(12)) for name in ("sees", "blind"))
+    assert torch.equal(sees.tokens, blind.tokens) and torch.equal(sees.loss_mask, blind.loss_mask)
+    teacher = AutoModelForCausalLM.from_pretrained(bench.root / "scorer", dtype=torch.float32).eval()
+    prefix = torch.tensor(AutoTokenizer.from_pretrained(bench.root / "scorer").encode("Shout: ")).expand(12, -1)
+    with torch.no_grad():
+        logprobs = teacher(torch.cat([prefix, sees.tokens[:, :-1]], 1)).logits.log_softmax(-1)[:, prefix.shape[1] :]
+    wanted, here = logprobs.gather(-1, sees.tokens[:, 1:, None])[..., 0], sees.loss_mask
+    torch.testing.assert_close(sees.targets.label_logprob.view_as(here)[here], wanted[here], rtol=0.01, atol=0.02)
+    assert not torch.allclose(blind.targets.label_logprob.view_as(here)[here], wanted[here], atol=0.1)
+    chat = ("--data", "chat.jsonl", "--seq-len", 96, "--num-workers", 0, "--num-sequences", 8, "--validation-sequences", 4)
+    talk = ("cache-teacher", "--teacher", "scorer", *chat, "--generate", "--by", "exported", "--max-new-tokens", 8)
+    bench.run(*talk, "--out", "chat-sees", "--teacher-system", "Be brief.").ok()
+    assert kd.Cache(bench.root / "chat-sees").manifest.settings.data["generated"]["policy"]["teacher_system"]
+
+
+def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):
+    (forks.root / "scores.py").write_text("def score(prompt, answer, row):\n    return len(prompt) + row\n")
+    words = (*ROUNDS, "--score-with", "scores:score")
+    ended = run("collapsed", *words, "--on-collapse", "stop", "--lr", 1e-2, "--min-lr", 0, fault=None, code=1)
+    assert "--on-collapse stop ends the run here" in ended.stderr
+    assert json.loads((forks.root / "collapsed" / "result.json").read_text())["stop_reason"] == "collapse"

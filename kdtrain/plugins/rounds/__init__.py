@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig
-from kdtrain.config.registered import register_section
+from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
 from kdtrain.config.values import Conflicts, Options, flag, option, refuse
 
@@ -23,6 +23,9 @@ class WriterConfig(Options):
 
     by: str | None = option(None, once=True, reads="student spec", shown="STUDENT", brief=True)
     """With --generate, this student writes and the teacher scores it; a run, an export, a hub id."""
+
+    teacher_system: str | None = option(None, once=True, text=True, needs="by", shown="TEXT")
+    """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
 
     @property
     def writes(self) -> bool:
@@ -38,7 +41,7 @@ class WriterConfig(Options):
         from kdtrain.plugins.rounds.writing import written_by
 
         assert self.by is not None
-        return written_by(self.by, teacher, device, config.data.seq_len, config.batch_size)
+        return written_by(self.by, teacher, device, config.data, config.batch_size, self.teacher_system)
 
 
 def _check_lengths(given: str) -> None:
@@ -78,6 +81,13 @@ class RoundsConfig(CodecConfig):
     """Rows that the student continues together, which decides their last bits; lower it where memory ends."""
     on_collapse: Literal["warn", "stop"] = option("warn", free=True)
     """What follows where the texts of a round became much shorter, longer or repetitive, or no longer end."""
+
+    score_with: str | None = option(
+        None, free=True, once=True, private="runs a function", needs="on_policy", shown="MODULE:FUNCTION"
+    )
+    """A function of yours, (prompt, answer, row) -> a number, whose mean over the held-out texts each round logs."""
+    teacher_system: str | None = option(None, once=True, text=True, needs="on_policy", shown="TEXT")
+    """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
 
     @property
     def data_plan(self) -> str | None:
@@ -157,3 +167,13 @@ class RoundsConfig(CodecConfig):
 
 
 register_section("rounds", {"cache-teacher": WriterConfig, "distill": RoundsConfig})
+
+
+@register_observer("rounds")
+def weights(request: Any) -> Any:
+    """Log the weights of the sampled reverse KL (--divergence sampled-reverse-kl)."""
+    if request.config.objective.divergence.partition(":")[0] != SAMPLED:
+        return None
+    from kdtrain.plugins.rounds.weights import Weights
+
+    return Weights(request.config.monitor.log_freq)

@@ -6,7 +6,8 @@ min(1, p / q) of the mass that both share: a round holds both numbers of each to
 Shape suffixes: n rows, T positions.
 """
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.write.generated_text import finish_reasons
-from kdtrain.errors import RunError
+from kdtrain.errors import RunError, UsageError
 from kdtrain.monitor.progress import log
 from kdtrain.monitor.rules import RULES, Rule, Signs
 from kdtrain.run.baselines import bigram_loss
@@ -101,15 +102,36 @@ def refuse_collapse(found: Mapping[str, float]) -> None:
             raise RunError(f"{text}; --on-collapse stop ends the run here; {rule.knob}", reason="collapse")
 
 
-def show_texts(cache: LocalCache, tokenizer: Any, name: str, most: int = 2) -> None:
-    """Log the first held-out prompts of a round with what the student wrote."""
-    reader = cache["validation"]
-    whole = reader.text(np.arange(min(most, len(reader))))
-    for tokens, flags in zip(whole["tokens"], whole["loss_mask"], strict=True):
+Score = Callable[[str, str, int], float]
+"""A number of one's own for a held-out text: prompt, answer, and the row."""
+
+
+def load_score(name: str) -> Score:
+    """The function that `--score-with` names. UsageError: there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--score-with {name}: {error}; give MODULE:FUNCTION that Python can import") from None
+    if not callable(found):
+        raise UsageError(f"--score-with {name}: it is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def show_texts(cache: LocalCache, tokenizer: Any, name: str, score: Score | None, most: int = 2) -> dict[str, float]:
+    """Log the first held-out prompts of a round with what the student wrote; return the mean score of all, if any."""
+    reader, scores = cache["validation"], list[float]()
+    whole = reader.text(np.arange(len(reader) if score is not None else min(most, len(reader))))
+    for row, (tokens, flags) in enumerate(zip(whole["tokens"], whole["loss_mask"], strict=True)):
         places = np.flatnonzero(flags == 1)
-        if len(places):
-            prompt, text = (tokenizer.decode(part.tolist()) for part in (tokens[: places[0] + 1], tokens[places + 1]))
+        if not len(places):
+            continue
+        prompt, text = (tokenizer.decode(part.tolist()) for part in (tokens[: places[0] + 1], tokens[places + 1]))
+        if row < most:
             log.info("%s, held out: %s -> %s", name, repr(prompt[-60:]), repr(text[:200]))
+        if score is not None:
+            scores.append(float(score(prompt, text, row)))
+    return {"rollouts/held_out/score": sum(scores) / len(scores)} if scores else {}
 
 
 def _pair(signs: Signs, name: str) -> tuple[float, float] | None:

@@ -31,9 +31,9 @@ from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import log
-from kdtrain.plugins.rounds.figures import show_texts
+from kdtrain.plugins.rounds.figures import load_score, show_texts
 from kdtrain.plugins.rounds.source import Fixed, Rounds, Shape
-from kdtrain.plugins.rounds.writing import Interrupted, RolloutAnswers, common_ends
+from kdtrain.plugins.rounds.writing import Interrupted, RolloutAnswers, common_ends, inserted
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import build_prompts
 from kdtrain.run.data_plan import CachedData
@@ -110,7 +110,10 @@ def split_sources(
 ) -> dict[str, Source]:
     """The splits of a run; validation is of the fixed cache if there is one, else of the text of the prompts."""
     tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
-    given = fixed or (text if shape.cold else None)
+    beside = fixed or (text if shape.cold else None)
+    given, score = config.plugins["rounds"], None
+    if given.score_with is not None:
+        score = load_score(given.score_with)
     divergence = DIVERGENCES.get(config.objective.divergence.partition(":")[0])
     train = Rounds(
         facts,
@@ -118,11 +121,11 @@ def split_sources(
         folder,
         seed=config.seed,
         writer=writer,
-        fixed=None if given is None else Fixed(given["train"]),
+        fixed=None if beside is None else Fixed(beside["train"]),
         text=getattr(text["train"], "reader", None),
         sampled=divergence.of_label is not None,
-        stops=config.plugins["rounds"].on_collapse == "stop",
-        shown=lambda cache, name: None if tokenizer is None else show_texts(cache, tokenizer, name),
+        stops=given.on_collapse == "stop",
+        shown=lambda cache, name: {} if tokenizer is None else show_texts(cache, tokenizer, name, score),
     )
     return {"train": train, "validation": text["validation"] if fixed is None else Fixed(fixed["validation"])}
 
@@ -225,7 +228,13 @@ class RoundsData(DataPlan):
         )
         fixed = None if self.fixed is None else self.fixed["train"].facts.identity
         decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), given.max_new_tokens, fixed]
-        decides += [given.gen_temperature, given.gen_top_p, given.rollout_batch_size, config.teacher]
+        decides += [
+            given.gen_temperature,
+            given.gen_top_p,
+            given.rollout_batch_size,
+            config.teacher,
+            given.teacher_system,
+        ]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
         on_main(lambda: publish_json(folder / SHAPE, {"identity": identity, "shape": asdict(shape)}, "rounds.shape"))
         if self.served:
@@ -263,6 +272,9 @@ class RoundWriter:
             seed=self.config.seed,
             batch_size=given.rollout_batch_size,
         )
+        system, self.more = given.teacher_system, None
+        if system is not None:
+            self.more = inserted(system, self.config.data, self.teacher)
         self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
@@ -278,7 +290,7 @@ class RoundWriter:
         started = time.monotonic()
         settings, how = self._settings(number, attempt)
         stopped = asked_to_stop if world_size() == 1 else lambda: False
-        answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), _SCORED, stopped)
+        answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), _SCORED, stopped, self.more)
         if not answers.sharded:
             answers.logits = None  # whose fidelity is not measured each round
         log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
@@ -306,15 +318,18 @@ class RoundWriter:
             "round": number,
             "attempt": attempt,
         }
+        if self.given.teacher_system is not None:
+            policy["teacher_system"] = self.given.teacher_system
         how, size = replace(self.how, policy=policy), self.given.rollout_batch_size
         batches = max(1, -(-self.shape.rows // size) // _SHARDS)
-        generated = {"prompt_tokens": None, "max_new_tokens": self._length(number), **how.to_json()}
+        data = {name: each for name, each in base.data.items() if name != "prompts"}
+        generated = {**base.data["prompts"], "max_new_tokens": self._length(number), **how.to_json()}
         seed = int.from_bytes(hashlib.sha256(f"{self.config.seed} {number} {attempt}".encode()).digest()[:6])
         settings = replace(
             base,
             codec=self.data.codec,
             teacher=dict(self.teacher.identity),
-            data={**base.data, "generated": generated},
+            data={**data, "generated": generated},
             seed=seed,
             sampling=SAMPLING if self.data.codec.num_samples else None,
             sequences_per_shard=batches * size,

@@ -125,6 +125,7 @@ class Rounds:
         text: for the bigram that a round is compared with.
         sampled: whether the loss subtracts a baseline.
         stops: whether a round that has collapsed ends the run.
+        shown: shows texts of a round, by its name, and returns numbers of them.
     """
 
     overlaps, repeatable = False, True
@@ -141,7 +142,7 @@ class Rounds:
         text: CacheReader | None = None,
         sampled: bool = False,
         stops: bool = False,
-        shown: Callable[[LocalCache, str], None] = lambda cache, name: None,
+        shown: Callable[[LocalCache, str], dict[str, float]] = lambda cache, name: {},
     ) -> None:
         self.facts, self.shape, self.folder, self.seed = facts, shape, folder, seed
         self.writer, self.fixed, self.text, self.growing = writer, fixed, text, self
@@ -227,8 +228,8 @@ class Rounds:
         numbers = beside_first(numbers, self._first(numbers))
         if self.stops:
             refuse_collapse(numbers)
-        on_main(lambda: self.shown(LocalCache(folder), f"round {number}"))
-        return {**numbers, **spent, "rollouts/attempt": float(attempt)}
+        scores = on_main(lambda: self.shown(LocalCache(folder), f"round {number}"))
+        return {**numbers, **scores, **spent, "rollouts/attempt": float(attempt)}
 
     def _first(self, numbers: dict[str, float]) -> dict[str, float]:
         """The numbers of the first round of the run."""
@@ -324,10 +325,15 @@ class _State:
 
 
 def _baseline(reader: CacheReader) -> float:
-    """The mean of log q - log p, nats, over the tokens of some rows as they were written."""
+    """What takes most of the noise from a sum of (d - b) grad log q, d = log q - log p, over the tokens of some rows.
+
+    The mean of d as they were written, each by (1 - q)^2: the square of the gradient in its own logit.
+    """
     rows = np.unique(np.linspace(0, len(reader) - 1, min(_BASELINE_ROWS, len(reader))).astype(int))
     batch = reader.read(rows.tolist())
     targets, mask_N = batch.targets, batch.loss_mask.flatten()
     assert targets is not None and targets.policy is not None
-    mean = float((targets.policy - targets.label_logprob)[mask_N].double().mean())
+    own_N, theirs_N = (each[mask_N].double() for each in (targets.policy, targets.label_logprob))
+    weight_N = (1 - own_N.exp()).square()
+    mean = float((weight_N * (own_N - theirs_N)).sum() / weight_N.sum())
     return mean if math.isfinite(mean) else 0.0

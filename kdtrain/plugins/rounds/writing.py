@@ -19,7 +19,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,11 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import POLICY
 from kdtrain.cache.write.answers import Encode, ShardAnswers
 from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.config import DataConfig
+from kdtrain.data.corpus import has_prompts
+from kdtrain.data.formats import Document
+from kdtrain.data.masks import Masks
+from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError
 from kdtrain.models.generate import generate
 from kdtrain.models.loading import check_fits, model_digest
@@ -77,6 +82,7 @@ class RolloutAnswers(ShardAnswers):
         inner: the teacher's answers about rows that have their text.
         scored: rows in one forward of either.
         stopped: whether to raise `Interrupted`; looked at after each decoding step.
+        more: what the teacher reads besides.
     """
 
     writes = True
@@ -88,10 +94,11 @@ class RolloutAnswers(ShardAnswers):
         inner: ShardAnswers,
         scored: int,
         stopped: Callable[[], bool] = lambda: False,
+        more: "Inserted | None" = None,
     ) -> None:
         self.logits, self.sharded, self.examine = inner.logits, inner.sharded, inner.examine
         self._student, self._how, self._inner = student, how, inner
-        self._scored, self._stopped = scored, stopped
+        self._scored, self._stopped, self._more = scored, stopped, more
         self.seconds = {"writing": 0.0, "scoring": 0.0}
         self.apart = 0.0
         """The largest difference, nats, between log p at the draw and by the forward of training."""
@@ -113,8 +120,13 @@ class RolloutAnswers(ShardAnswers):
         student.eval()
         for start in range(0, len(rows), self._scored):
             part = rows[slice(start, min(start + self._scored, len(rows)))]
-            with self._inner.session(part):
-                arrays = dict(self._inner.rows(part)[1]())
+            read = part if self._more is None else self._more.put(part)
+            with self._inner.session(read):
+                arrays = dict(self._inner.rows(read)[1]())
+            if self._more is not None:  # at t what the teacher knew of the same token
+                arrays = {
+                    name: each if name == "broken" else each[:, len(self._more) :] for name, each in arrays.items()
+                }
             policy_BT = label_logprobs(student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
             policy_BT = np.where(part.loss_mask, policy_BT, np.float32(0.0))
             sound_B = np.isfinite(policy_BT).all(1)
@@ -165,11 +177,62 @@ class RolloutAnswers(ShardAnswers):
         self.seconds[what] += time.monotonic() - started
 
 
+@dataclass(frozen=True)
+class Inserted:
+    """Tokens that the teacher reads within each row, and the student does not."""
+
+    at: int
+    """Tokens of the row before them: what a chat template begins with."""
+    tokens: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def put(self, rows: ShardRows) -> ShardRows:
+        """The teacher's rows: longer by these tokens, which do not count."""
+        size = len(rows)
+        between = np.broadcast_to(np.array(self.tokens, rows.tokens.dtype), (size, len(self)))
+        tokens = np.concatenate([rows.tokens[:, : self.at], between, rows.tokens[:, self.at :]], 1)
+        mask = np.concatenate([np.zeros((size, len(self)), rows.loss_mask.dtype), rows.loss_mask], 1)
+        return replace(rows, tokens=tokens, loss_mask=mask, segments=np.zeros(mask.shape, rows.segments.dtype))
+
+
+def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
+    """The tokens of a system prompt in the teacher's chat template, or of plain text of a beginning.
+
+    UsageError: the template does not put a system prompt before the same turns, or rows become too long.
+    """
+    tokenizer = teacher.tokenizer
+    if not has_prompts(data):
+        found = Inserted(0, tuple(tokenizer.encode(text, add_special_tokens=False)))
+    else:
+        turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, Masks("", data.seq_len), opening=True)
+        try:
+            longer = [{"role": "system", "content": text}, *turns]
+            whole, own = (encoder.prompt(Document("--teacher-system", messages=each)) for each in (longer, turns))
+        finally:
+            encoder.close()
+        at = next((place for place, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b), len(own))
+        size = len(whole) - len(own)
+        found = Inserted(at, tuple(whole[at : at + size]))
+        if size <= 0 or whole != [*own[:at], *found.tokens, *own[at:]]:
+            raise UsageError(
+                "--teacher-system: the chat template does not put a system prompt before the same turns (it may have "
+                "one of its own where none is given); write it into the data instead"
+            )
+    if not found.tokens:
+        raise UsageError("--teacher-system is empty; give a text, or leave it out")
+    teacher.check(data.seq_len + len(found), False)
+    return found
+
+
 class WrittenByStudent:
     """A teacher that scores what a student writes; in everything else it is the teacher itself."""
 
-    def __init__(self, teacher: Any, student: Student, policy: Mapping[str, Any], scored: int) -> None:
-        self.teacher, self.student, self.policy, self.scored = teacher, student, policy, scored
+    def __init__(
+        self, teacher: Any, student: Student, policy: Mapping[str, Any], scored: int, more: Inserted | None = None
+    ) -> None:
+        self.teacher, self.student, self.policy, self.scored, self.more = teacher, student, policy, scored, more
         self.writing: Writing | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +248,12 @@ class WrittenByStudent:
     def answers(self, settings: CacheSettings) -> ShardAnswers:
         """The teacher's own, on the student's text."""
         assert self.writing is not None
-        return RolloutAnswers(self.student, self.writing, self.teacher.answers(settings), self.scored)
+        answers = RolloutAnswers(
+            self.student, self.writing, self.teacher.answers(settings), self.scored, more=self.more
+        )
+        if self.more is not None:
+            answers.logits = answers.examine = None  # which would see the student's rows
+        return answers
 
 
 def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ...]:
@@ -208,7 +276,9 @@ def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ..
     return tuple(sorted({*own, *how.end_tokens}))
 
 
-def written_by(name: str, teacher: Any, device: torch.device, seq_len: int, scored: int) -> WrittenByStudent:
+def written_by(
+    name: str, teacher: Any, device: torch.device, data: DataConfig, scored: int, system: str | None
+) -> WrittenByStudent:
     """The teacher, with the student `name` (a run, a checkpoint, an export, a hub id) as the writer of its text.
 
     UsageError: the student has another tokenizer, or cannot read sequences of this length.
@@ -220,9 +290,13 @@ def written_by(name: str, teacher: Any, device: torch.device, seq_len: int, scor
             f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its tokens; "
             "take a student of the teacher's tokenizer"
         )
-    check_fits(model, name, seq_len, False)
+    check_fits(model, name, data.seq_len, False)
     size = min(model.vocab_size, teacher.vocab_size)
     student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size, mode=teacher.mode).eval()
     step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
     policy = {"spec": name, "weights_digest": model_digest(model), "step": step, "round": 0, "attempt": 1}
-    return WrittenByStudent(teacher, student, policy, scored)
+    more = None
+    if system is not None:
+        more = inserted(system, data, teacher)
+        policy["teacher_system"] = system
+    return WrittenByStudent(teacher, student, policy, scored, more)
