@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kdtrain.config.choices import Weights
 from kdtrain.config.sections import CacheParallelConfig, CodecConfig, DataConfig, TextConfig
@@ -89,6 +89,11 @@ class CacheTeacherConfig(Extended):
         else:
             room = f"--prompt-tokens {given} leaves no room in --seq-len {data.seq_len}"
             yield (given or 0) >= data.seq_len, f"{room}; use less, or a longer sequence"
+
+    @property
+    def writer(self) -> Any:
+        """The section of a plugin by which another model writes the text; None: the teacher does."""
+        return next((each for each in self.plugins.values() if getattr(each, "writes", False)), None)
 
     def splits(self) -> dict[str, int | None]:
         """How many sequences of each split to cache; None for all."""

@@ -120,7 +120,8 @@ class DistillConfig(Extended):
 
     def conflicts(self) -> Conflicts:
         objective, hidden, many, given = self.objective, self.objective.hidden_loss, len(self.cache), self.cache_weights
-        if self.source == "cache" or self.cache:
+        own_text = any(getattr(each, "own_text", False) for each in self.plugins.values())
+        if (self.source == "cache" or self.cache) and not own_text:
             yield from _conflicts_of_sources(self.cache, self.teacher, self.data, "train")
         one_text = self.source == "cache" and (many == 1 or self.teacher is not None)
         several = "--cross-tokenizer reads one cache; give one --cache (or --teacher with --data), without --source"

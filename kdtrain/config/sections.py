@@ -121,8 +121,17 @@ class CodecConfig(Options):
         return 0 if self.top_k or self.dense else DEFAULT_SAMPLES
 
 
+_ESTIMATORS = {
+    "k1": "its mean gradient is 0: the ratio alone is not a loss; use sampled-reverse-kl",
+    "k3": "its mean gradient is that of the forward KL, with the noise of one draw; use forward-kl",
+}
+"""Estimates of the reverse KL from tokens that the student drew, which others differentiate, and why not here."""
+
+
 def _check_divergence(given: str) -> None:
     name, colon, _ = given.partition(":")
+    for estimate, why in _ESTIMATORS.items():
+        refuse(name == estimate, f"--divergence {name} is no loss: {why}")
     DIVERGENCES.check(name)
     if colon:
         DIVERGENCES.get(name).number(given)

@@ -14,7 +14,7 @@ probe, so that such a model has no KV cache. Keys beyond a sliding window are he
 Shape suffixes: B rows, T tokens so far, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -119,6 +119,9 @@ def generate(
     temperature: float,
     seed: int,
     first_row: int = 0,
+    *,
+    rows: Sequence[int] | None = None,
+    top_p: float = 1.0,
 ) -> Iterator[Tensor]:
     """Yield up to `tokens` tokens [B] after the prompts, each as soon as it is drawn.
 
@@ -129,11 +132,14 @@ def generate(
         temperature: divides the logits; 0 takes the most likely token.
         seed: of the sampled tokens.
         first_row: the number of the first row, for its draws.
+        rows: the numbers of all rows, where they do not follow each other.
+        top_p: draw from the most likely tokens that have this probability together.
     """
-    chances = [np.random.default_rng([seed, first_row + row]) for row in range(len(prompts_BT))]
+    numbers = range(first_row, first_row + len(prompts_BT)) if rows is None else rows
+    chances = [np.random.default_rng([seed, row]) for row in numbers]
     for _ in range(tokens):
         chance_B = torch.tensor([each.random() for each in chances], dtype=torch.float64)
-        drawn_B = draw(next_logits(prompts_BT), chance_B, temperature)
+        drawn_B = draw(next_logits(prompts_BT), chance_B, temperature, top_p)
         prompts_BT = torch.cat([prompts_BT, drawn_B[:, None]], dim=1)
         yield drawn_B
 

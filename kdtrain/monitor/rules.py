@@ -12,7 +12,7 @@ import shutil
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,8 @@ class Signs:
     """Step and loss, nats a token."""
     teacher_loss: float | None = None
     """The teacher's validation loss, nats a token."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """All that the last step logged, by the names of metrics.jsonl, for rules of plugins."""
 
     @classmethod
     def of(cls, folder: Path, record: RunRecord, now: float) -> "Signs":
@@ -123,6 +125,7 @@ class Signs:
             losses=[loss for loss in comparable(steps) if math.isfinite(loss)],
             validations=[(step, loss) for step, loss in losses if loss is not None],
             teacher_loss=next(filter(None, taught), None),
+            numbers={name: each for name, value in newest.items() if (each := as_finite(value)) is not None},
         )
 
 
@@ -366,6 +369,7 @@ class History:
             epochs=round(epochs, 2),
             held_mib=held_mib,
             grown_mib=held_mib - self.reference if self.reference else 0.0,
+            numbers=numbers,
         )
 
     def warnings(self, signs: Signs) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -15,6 +15,7 @@ from kdtrain.objective.mixed import MixedTargets
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
 _TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
+_WHOLE = ("logprobs", "label_logprob")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Batch:
         trainers that count the tokens of the loss themselves. Sparse targets (`SparseTargets`): ids, logprobs
         [B, T, K], counts [B, T, D] of the last D columns, which were sampled, tail [B, T, 2G], label_logprob,
         logit_mean, logit_std [B, T], knots [B, G] and num_samples [B]. Dense targets: logprobs [B, T, V],
-        label_logprob [B, T]. Other kinds of targets have tensors of their own.
+        label_logprob [B, T]. policy [B, T], where a student wrote the text. Other kinds of targets have tensors of
+        their own.
         """
         size, length = self.loss_mask.shape
         unseen = torch.cat([self.loss_mask.new_ones(size, 1), ~self.loss_mask], 1)
@@ -88,7 +90,7 @@ class Collator:
         if "ids" in fields:
             return self.sparse(fields)
         if "logprobs" in fields:
-            return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in ("logprobs", "label_logprob")})
+            return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in (*_WHOLE, "policy")})
         if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
             return MixedTargets(((fields["loss_mask"].numel(), None),))
         return None
@@ -98,7 +100,9 @@ class Collator:
         needed = (*_TARGETS, *(("knots", "num_samples") if self.codec is None else ()))
         if missing := sorted({*needed} - set(fields)):
             raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of a cache's sequences")
-        flat: dict[str, Any] = {name: fields[name].flatten(0, 1) for name in (*_TARGETS, "partial") if name in fields}
+        flat: dict[str, Any] = {
+            name: fields[name].flatten(0, 1) for name in (*_TARGETS, "partial", "policy") if name in fields
+        }
         top_k = flat["ids"].shape[1] - flat["counts"].shape[1]
         flat["counts"] = torch.nn.functional.pad(flat["counts"], (top_k, 0))
         knots, num_samples = self.codec or self._read(fields, top_k)

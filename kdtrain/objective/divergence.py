@@ -34,8 +34,9 @@ from torch import Tensor
 
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, IGNORES_T, TAILS, resolve_tail
 from kdtrain.errors import UsageError
-from kdtrain.objective.statistics import Events
+from kdtrain.objective.statistics import Events, Statistics
 from kdtrain.objective.tails import TailRule
+from kdtrain.objective.targets import Supervision
 
 _IMPOSSIBLE = -1e3
 """A token with a log-probability below it counts as excluded (-inf padding), and is left out of logit-mse."""
@@ -45,6 +46,8 @@ Measure = Callable[[Events, float], Tensor]
 """Events [R,E] and the divergence's number (0 where it takes none) -> [R], differentiable in the events."""
 Derivatives = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 """log p, log q [R,E] and the number -> the divergence [R], its gradient in log q and in log p, [R,E]."""
+OfLabel = Callable[[Statistics, Supervision], Tensor]
+"""The student's statistics at T = 1, and the rows -> [R], differentiable in the statistics."""
 F = TypeVar("F", bound=Measure)
 
 
@@ -58,6 +61,8 @@ class Divergence:
     """The default of its number, in (0, 1); None if it takes none."""
     derivatives: Derivatives | None = None
     """Its value and gradients by hand; None: by autograd."""
+    of_label: OfLabel | None = None
+    """The term of each row by the label that the student drew, in place of `of`; None: it compares events."""
 
     def number(self, text: str) -> float:
         """The number in `text`, which is NAME or NAME:NUMBER.
@@ -87,6 +92,7 @@ def register_divergence(
     depends_on_temperature: bool = True,
     grows_with_temperature: bool = False,
     derivatives: Derivatives | None = None,
+    of_label: OfLabel | None = None,
     help: str = "",
 ) -> Callable[[F], F]:
     """Decorator: make a function the divergence that `--divergence NAME` takes.
@@ -101,13 +107,14 @@ def register_divergence(
         grows_with_temperature: whether T^2 times it grows with T without limit over whole distributions; if so, no T
             is sought there that makes the loss large.
         derivatives: value and gradients over whole distributions by hand, where autograd is slower.
+        of_label: the term of each row by the label that the student drew, over sparse targets (`Targets.policy`).
         help: its line in `--help`; by default the first of the docstring.
     """
     traits = [] if depends_on_temperature else [IGNORES_T]
     if grows_with_temperature:
         traits.append(GROWS_WITH_T)
     kinds = frozenset(accepts)
-    return DIVERGENCES.registers(name, help, lambda of: Divergence(of, kinds, parameter, derivatives), traits)
+    return DIVERGENCES.registers(name, help, lambda of: Divergence(of, kinds, parameter, derivatives, of_label), traits)
 
 
 def parse(text: str) -> tuple[str, float]:

@@ -56,6 +56,9 @@ class LossOutput(NamedTuple):
     """Number of unmasked tokens."""
     ce_alone: Tensor
     """The part of `ce` over rows without a teacher in a mixture, whose weight is 1 and not 1 - alpha; else 0."""
+    ce_written: Tensor
+    kd_written: Tensor
+    """The parts of `ce` and `kd` over text that a student wrote, where alpha is 1; else 0."""
     teacher_ce: Tensor
     """Sum of the teacher's -log p(label) at T = 1, nats; 0 without targets, at alpha 0, or dense without `at_one`."""
     members: Tensor
@@ -161,20 +164,26 @@ class DistillationLoss(nn.Module):
             raise UsageError(
                 "samples without a top-k are right at T = 1 only; use a --temperature of 1, or a cache with a --top-k"
             )
+        written = targets is not None and targets.policy is not None  # what a student wrote is no label
+        alpha = weights[member] if isinstance(weights, Tensor) else weights
         output = distillation_loss(
             *rows,
             mask_N,
             targets,
             temperature=1.0 if self.temperature.stays_one else self.temperature.value(),
-            alpha=weights[member] if isinstance(weights, Tensor) else weights,
+            alpha=1.0 if written else alpha,
             divergence=self.divergence,
             tail=self.tail,
             **options,
         )
+        if written:
+            output = output._replace(ce_written=output.ce, kd_written=output.kd)
         if isinstance(weights, Tensor):
             sums_6 = self._sums(output, targets, mask_N, rows[2])
             found = torch.zeros(len(weights), 6, dtype=torch.float64, device=output.ce.device)
-            if targets is not None or len(found) > 1:  # of rows without a teacher only a member of its own counts
+            if (
+                targets is not None or len(found) > 1
+            ) and not written:  # of rows without a teacher only a member of its own counts
                 found[member] = sums_6
             output = output._replace(members=found)
         normalizer = options["normalizer"]
@@ -267,7 +276,7 @@ def distillation_loss(
     none = torch.zeros_like(sums[0])
     ce, kd, at_one_sum, teacher_ce = sums
     members = sums.new_zeros(0, 6, dtype=torch.float64)
-    return LossOutput(loss, ce, kd, at_one_sum, none, none, mask_N.sum(), none, teacher_ce, members)
+    return LossOutput(loss, ce, kd, at_one_sum, none, none, mask_N.sum(), none, none, none, teacher_ce, members)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +297,12 @@ class _Recipe:
         cross_entropy_R = statistics.lse - statistics.label
         if rows.targets is None:
             return self._joined(beta, rows.mask, cross_entropy_R, None, None, None)
-        measure = DIVERGENCES.get(self.divergence).of
-        kd_R, alone_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
+        measure, of_label = DIVERGENCES.get(self.divergence).of, DIVERGENCES.get(self.divergence).of_label
         label_R = rows.targets.label_logprob
+        if of_label is not None:
+            kd_R = of_label(statistics, rows)
+            return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R.detach(), label_R)
+        kd_R, alone_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
         if not self.at_one or rows.targets.known_at_one:
             return self._joined(beta, rows.mask, cross_entropy_R, kd_R, alone_R if self.at_one else None, label_R)
         with torch.no_grad():
@@ -343,6 +355,11 @@ def _described(tensor: Tensor) -> str:
 
 def _check(targets: Targets, divergence: str, tail: str, vocab_size: int) -> None:
     refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=not targets.has_tail)
+    if DIVERGENCES.get(parse(divergence)[0]).of_label is not None and targets.policy is None:
+        raise UsageError(
+            f"--divergence {divergence} learns from tokens that the student drew, with its log p of them; train on "
+            "rollouts (--on-policy, --rollouts), or use forward-kl"
+        )
     if targets.forward_only and ("sampled" not in DIVERGENCES.get(parse(divergence)[0]).accepts or tail != "ghost"):
         raise UsageError(
             f"--divergence {divergence} with --tail {tail} cannot be computed across tokenizers; use forward-kl, and "

@@ -70,6 +70,10 @@ class Targets(ABC):
     """Entries of a row that are kept exactly, and samples of the rest."""
     width: int | None
     """V of whole rows; None for single entries."""
+    policy: Tensor | None = None
+    """[N] fp32, nats. Log p of the label at T = 1 of the student that wrote it; None: no student wrote the text."""
+    baseline: Tensor | None = None
+    """[N] fp32, nats. What a loss of the label drawn subtracts from its log-ratio; None: nothing."""
     has_tail = False
     """True where a tail rule stands for entries that are not stored; a divergence sees the others as dense."""
     only_at_one = False
@@ -263,6 +267,8 @@ class SparseTargets(Targets):
     """True where every requested beta is 1 (`at_one`)."""
     partial: Tensor | None = None
     """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`teacher_cells`)."""
+    policy: Tensor | None = None
+    baseline: Tensor | None = None
 
     width = None
     has_tail = True
@@ -426,6 +432,7 @@ class DenseTargets(Targets):
     """[N,V] fp32, fp16 or bf16, nats. Teacher's log p at T = 1; -inf counts as probability 0."""
     label_logprob: Tensor
     """[N] fp32, nats. Teacher's log p of the label at T = 1."""
+    policy: Tensor | None = None
 
     top_k = num_samples = 0
 
@@ -472,7 +479,7 @@ class DenseTargets(Targets):
             return self
         kept_NV = self.logprobs[:, :vocab_size].float()
         mass_N = torch.logsumexp(kept_NV, dim=-1)
-        return DenseTargets(kept_NV - mass_N[:, None], self.label_logprob - mass_N)
+        return DenseTargets(kept_NV - mass_N[:, None], self.label_logprob - mass_N, self.policy)
 
     def shown(self) -> dict[str, Tensor]:
         return {name: each.clamp_min(FLOOR) for name, each in self._tensors().items()}

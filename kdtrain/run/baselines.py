@@ -78,9 +78,12 @@ def label_loss(reader: CacheReader) -> float | None:
     return None
 
 
-def bigram_loss(train: CacheReader, validation: CacheReader) -> float | None:
-    """The cross-entropy of a bigram of `train` on some of `validation`, nats a token; None: no token counts there."""
-    tokens, text = train.text(_rows(train, _MOST))["tokens"], validation.text(_rows(validation, _MEASURED))
+def bigram_loss(train: CacheReader, validation: CacheReader, most: int = _MOST) -> float | None:
+    """The cross-entropy of a bigram of `train`, of at most so many tokens, on some of `validation`, nats a token.
+
+    None: no token counts there.
+    """
+    tokens, text = train.text(_rows(train, most))["tokens"], validation.text(_rows(validation, _MEASURED))
     held, mask = text["tokens"], text["loss_mask"].astype(bool)
     before, label = held[:, :-1][mask], held[:, 1:][mask]
     if not len(label):

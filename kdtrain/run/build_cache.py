@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
-from kdtrain.cache.format.names import MANIFEST, PIECES
+from kdtrain.cache.format.names import MANIFEST, PIECES, WRITTEN
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
 from kdtrain.config.cache_commands import CacheTeacherConfig
@@ -201,6 +201,8 @@ def refined_cache(where: str) -> LocalCache:
     settings, codec = cache.manifest.settings, cache.manifest.codec
     if not codec.counts_only:
         raise UsageError(f"--refine {where}: only a cache of samples alone can be refined; capture this one anew")
+    if settings.format_version == WRITTEN:
+        raise UsageError(f"--refine {where}: a student wrote its text; capture its rows with more samples instead")
     if settings.format_version == PIECES:
         raise UsageError(f"--refine {where}: it was appended or cut; refine the caches it was made of")
     if grid_offset(settings.sampling) is None:
@@ -247,14 +249,38 @@ def _requested(
     settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
     if (how := teacher.writing) is None:
         return settings, _text(config.data, teacher.tokenizer, limits, counts)
-    prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
+    prompts, rows = _prompts(config, teacher.tokenizer, how.end_tokens)
     settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
-    filler = filler_token(teacher.tokenizer, how.end_tokens)
+    if how.policy is not None:
+        settings = replace(settings, codec=replace(codec, written=True), format_version=WRITTEN)
+    return settings, rows
+
+
+def _prompts(
+    config: CacheTeacherConfig, tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...]
+) -> tuple[dict[str, int | None], Rows]:
+    """What prompts are cut to, and the prompts of each split. ends: the tokens that end a text."""
+    limits, filler = config.splits(), filler_token(tokenizer, ends)
+    prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
     rows = {
-        name: prompt_rows(config.data, source, teacher.tokenizer, limits[name], filler=filler, **prompts)
+        name: prompt_rows(config.data, source, tokenizer, limits[name], filler=filler, **prompts)
         for name, source in text_sources(config.data, limits).items()
     }
-    return settings, rows
+    return prompts, rows
+
+
+def build_prompts(config: CacheTeacherConfig, teacher: Teacher) -> None:
+    """Write the prompts that `--generate` would continue into a cache of bare tokens, in this process alone."""
+    data, tokenizer = config.data, teacher.tokenizer
+    tokenizer.pinned = pin_text(config.out, data, tokenizer)  # type: ignore[attr-defined]
+    tokenizer.pinned.pop("packing", None)  # type: ignore[attr-defined]
+    codec = CodecSpec(kind="tokens", vocab_size=teacher.vocab_size)
+    prompts, rows = _prompts(config, tokenizer, ends_of(teacher.spec, tokenizer))
+    settings = _settings(data, tokenizer, codec, config.splits())
+    settings = replace(settings, data={**settings.data, "prompts": prompts})
+    stated = {"text": known_text(config.out, data, packed=True)}
+    saved = ChatTokenizer(tokenizer, generation_of(teacher.spec))
+    _write(config.out, settings, rows, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
 
 
 def validation_rows(

@@ -124,6 +124,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
         return _plan(with_mask(), teacher, refined, model, why)
     with raise_on_all_ranks():
         teacher.load(sharded)
+        if config.writer is not None:
+            teacher = config.writer.teacher(config, teacher, device)
     config = with_mask(teacher.check)
     document_mask = bool(config.data.document_mask) if refined is None else refined.manifest.settings.document_mask
     with raise_on_all_ranks():

@@ -289,7 +289,7 @@ def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
     """Return the options to record, without those of text if the run reads a cache, which has its own, and without
     those of plugins that have their defaults."""
     idle = {name for name, each in config.plugins.items() if each == type(each)()}
-    idle |= _MAY_LACK if config.cache else set()
+    idle |= _MAY_LACK if config.cache and config.data.data is None else set()
     return {section: table for section, table in shareable(config).items() if section not in idle}
 
 

@@ -518,12 +518,12 @@ def with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -
         _refuse_temperatures(objective, facts, used, online)
     if objective.learns_temperature and not low < objective.temperature < high:
         raise UsageError(f"--temperature {objective.temperature} must lie between the bounds {low:.3g} and {high:.3g}")
-    if objective.distils and online:
-        _refuse_divergence(objective, [(0, 0, True)])
-    elif objective.distils and facts is not None:
+    if objective.distils and facts is not None and facts.taught:
         _refuse_divergence(
             objective, [(each.top_k, each.num_samples, each.targets == "dense") for each in facts.taught]
         )
+    elif objective.distils and online:
+        _refuse_divergence(objective, [(0, 0, True)])
     if low == high:
         return objective  # the cache is valid at one T only, which is fixed: there are no bounds
     return replace(objective, temperature_min=low, temperature_max=high)

@@ -45,10 +45,13 @@ class Writing:
     seed: int
     batch_size: int | None
     """Rows that are continued together; None: that does not decide the bits."""
+    policy: Mapping[str, Any] | None = None
+    """The student that writes in place of the teacher: spec, weights_digest, step, round and attempt."""
 
     def to_json(self) -> Mapping[str, Any]:
         """A plain record, for a cache's settings."""
-        return {**asdict(self), "end_tokens": list(self.end_tokens)}
+        record = {**asdict(self), "end_tokens": list(self.end_tokens)}
+        return {name: value for name, value in record.items() if name != "policy" or value is not None}
 
 
 class Teacher:

@@ -127,6 +127,8 @@ class Stepper:
         """Steps from now on in which running out of memory halves the micro-batch; 0 once it is halved."""
         self.tokens = 0
         """Unmasked tokens that this process trained on."""
+        self.written: dict[str, float] = {}
+        """What the source logs of the text that it wrote for the step."""
         self.weighed: dict[str, float] = {}
         """What alpha was measured by since the last step that was taken."""
         self.kept: list[Batch] = []
@@ -306,7 +308,7 @@ class Stepper:
     def _written(self) -> bool:
         """Have the text of the step at the cursor written, where its source writes on all ranks; return True."""
         if self.write is not None:
-            self.write(self.sequences(self.state.progress.sequences))
+            self.written = self.write(self.sequences(self.state.progress.sequences)) or {}
         return True
 
     def _first_batch(self) -> Batch:
@@ -510,7 +512,9 @@ class Stepper:
             metrics["loss_scale"] = self.state.guards.scale.value
         status = Status.SKIPPED if read["skipped"] else Status.TAKEN
         tokens, save_due = int(read["tokens"]), read["save_due"] > 0
-        return StepResult(status, read["loss"], read["grad_norm"], tokens, save_due, metrics | self.weighed)
+        return StepResult(
+            status, read["loss"], read["grad_norm"], tokens, save_due, metrics | self.weighed | self.written
+        )
 
     def _halve_micro_batch(self) -> str:
         """After an out-of-memory error: drop the gradients and halve the micro-batch from now on; return what changed.

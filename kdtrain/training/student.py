@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 FIELDS = (
     *("tokens", "loss_mask", "segments", "labels", "ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean"),
     *("logit_std", "knots", "num_samples", "vocabulary", "temperature_range", "replay", "compared", "teacher_bytes"),
-    "partial",
+    *("partial", "policy"),
 )
 """The tensors of a batch that a student takes by name: see `Batch.fields` and `Student.forward`."""
 LOSS_FILE = "kdtrain/loss.safetensors"
@@ -347,8 +347,10 @@ class Student(PreTrainedModel):
             ce, kd = sums.members[:, :2].unbind(1)
             loss = joined(ce, kd, alpha, alpha * temperature.double() ** 2).sum()
         else:
-            loss = joined(sums.ce.double(), sums.kd.double(), alpha, alpha * temperature.double() ** 2)
+            ce, kd = sums.ce.double() - sums.ce_written.double(), sums.kd.double() - sums.kd_written.double()
+            loss = joined(ce, kd, alpha, alpha * temperature.double() ** 2)
             loss = loss + alpha * sums.ce_alone.double()
+        loss = loss + temperature.double() ** 2 * sums.kd_written.double()
         if self.hidden_loss is not None:
             loss = loss + self.hidden_weight * sums.hidden.double()
         return loss + self.router_weight * sums.router.double() if self.router_weight else loss

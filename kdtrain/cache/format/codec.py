@@ -36,6 +36,7 @@ of W entries.
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -45,6 +46,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from kdtrain.cache.format.names import POLICY
 from kdtrain.cache.format.spec import ABSENT as ABSENT
 from kdtrain.cache.format.spec import FINE_KNOTS as FINE_KNOTS
 from kdtrain.cache.format.spec import KNOTS as KNOTS
@@ -401,7 +403,8 @@ def decode(arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device 
         flat = rearrange(arrays[name], "n t ... -> (n t) ...")
         return torch.from_numpy(flat.astype(dtype, copy=False)).to(device)
 
-    return ARITHMETIC[spec.kind][1](rows, spec)
+    targets = ARITHMETIC[spec.kind][1](rows, spec)
+    return replace(targets, policy=rows(POLICY)) if spec.written else targets
 
 
 def _decode_sparse(rows: _Rows, spec: CodecSpec) -> SparseTargets:

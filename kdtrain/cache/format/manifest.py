@@ -63,10 +63,10 @@ class CacheSettings:
     """S: shard s holds the sequences [s*S, (s+1)*S), in a cache of `FORMAT_VERSION`."""
     sequences: dict[str, int | None] = field(default_factory=dict)
     """Limit by split; None or no entry: all of them."""
-    format_version: Annotated[int, Meta(ge=cache_format.FORMAT_VERSION, le=cache_format.PIECES)] = (
+    format_version: Annotated[int, Meta(ge=cache_format.FORMAT_VERSION, le=cache_format.WRITTEN)] = (
         cache_format.FORMAT_VERSION
     )
-    """`FORMAT_VERSION`, or `PIECES`."""
+    """`FORMAT_VERSION`, `PIECES`, or `WRITTEN`."""
 
     @property
     def vocab_size(self) -> int:
@@ -285,6 +285,8 @@ class Manifest:
         for split, stated in manifest.splits.items():
             _refuse_contradictions(split, stated, manifest.settings)
         _ = manifest.end_tokens
+        if (manifest.settings.format_version == cache_format.WRITTEN) != manifest.codec.written:
+            raise ValueError("format_version: it is not that of the codec")
         if manifest.settings.tokenizer_size > manifest.vocab_size:
             raise ValueError(f"tokenizer_size: {manifest.settings.tokenizer_size} is more than the vocabulary")
         for name in manifest.tokenizer_files:
@@ -348,7 +350,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     try:
         record = read_sealed(path, MEDIUM)
         version = record.get("format_version")
-        if version in (cache_format.FORMAT_VERSION, cache_format.PIECES):
+        if version in (cache_format.FORMAT_VERSION, cache_format.PIECES, cache_format.WRITTEN):
             return Manifest.from_json(record)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; make it readable") from error
@@ -356,7 +358,7 @@ def read_manifest(folder: Path | str) -> Manifest:
         raise UsageError(
             f"{path} was altered or damaged ({error}): kdtrain verify {folder} --repair, then cache-teacher"
         ) from error
-    known = f"{cache_format.FORMAT_VERSION} and {cache_format.PIECES}"
+    known = f"{cache_format.FORMAT_VERSION} to {cache_format.WRITTEN}"
     raise UsageError(f"{path} has format version {version}; this kdtrain reads {known}: build the cache again")
 
 

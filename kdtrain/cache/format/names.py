@@ -1,6 +1,6 @@
 """The files of a cache by name, and whether a finished cache is in a folder, seen without numpy.
 
-cache/README.md is the specification of the format, versions 3 and 4; `spec` has the data sets of a shard.
+cache/README.md is the specification of the format, versions 3 to 5; `spec` has the data sets of a shard.
 """
 
 import re
@@ -17,6 +17,10 @@ FORMAT_VERSION = 3
 """Of every shard, and of a cache whose shards, all but the last, hold `sequences_per_shard` sequences each."""
 PIECES = 4
 """The format version of a cache of shards of any sizes, made for other caches: appended by merge, or cut by subset."""
+WRITTEN = 5
+"""The format version of a cache of text that a student wrote, and of its shards: they hold its log p of each label."""
+POLICY = "policy_logprob"
+"""The data set of these."""
 SPLITS = ("train", "validation", "test")
 INDEX = "index.h5"
 TOKENIZER = "tokenizer"

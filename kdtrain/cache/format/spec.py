@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.format.names import FORMAT_VERSION
+from kdtrain.cache.format.names import FORMAT_VERSION, POLICY, WRITTEN
 from kdtrain.errors import UsageError
 
 _DENSE_CHUNK_BYTES = 2**21
@@ -158,6 +158,8 @@ class CodecSpec:
     knots: tuple[float, ...] = ()
     """The values of beta at which the tail is kept, descending, 1.0 among them; empty: the default for `sparse`, which
     is 1.0 alone without a top-k."""
+    written: bool = False
+    """Whether a student wrote the text, and its log p of each label is kept beside the teacher's."""
 
     @classmethod
     def requested(cls, given: Any, vocab_size: int) -> "CodecSpec":
@@ -239,8 +241,14 @@ class CodecSpec:
         return int(np.iinfo(self.id_dtype).max)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain record of the fields."""
-        return {**asdict(self), "knots": list(self.knots)}
+        """A plain record of the fields; that of text which no student wrote does not mention it."""
+        record = {**asdict(self), "knots": list(self.knots)}
+        if not self.written:
+            del record["written"]
+        return record
+
+
+_POLICY = "log p of the label at T = 1 of the student that wrote it, nats; 0 where the label does not count"
 
 
 def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
@@ -254,6 +262,7 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
         "loss_mask": DatasetLayout(row, np.dtype(np.uint8), row, flags, several),
         "segments": DatasetLayout(row, segment, row, document, several),
         **CODECS[spec.kind].layout(spec, seq_len),
+        **({POLICY: DatasetLayout(row, np.dtype(np.float32), row, _POLICY)} if spec.written else {}),
     }
 
 
@@ -275,4 +284,5 @@ def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, Datase
 def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
     """The attributes that a shard and a group of the index have in common."""
     codec = {"codec": spec.kind, "top_k": spec.top_k, "num_samples": spec.num_samples, "vocab_size": spec.vocab_size}
-    return {"format_version": FORMAT_VERSION, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}
+    version = WRITTEN if spec.written else FORMAT_VERSION
+    return {"format_version": version, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}

@@ -10,11 +10,12 @@ import numpy as np
 
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import LOWEST, Arrays, Coding
-from kdtrain.cache.format.names import BROKEN
+from kdtrain.cache.format.names import BROKEN, POLICY
 from kdtrain.objective.targets import FLOOR
 
 MASS = 1.05
 """The largest sum of probabilities that is 1: codes err by (1 - log p) / 383, and the tail by half a step of 0.008."""
+_ROUNDED = 1e-3  # nats by which rounding may lift a log-probability above 0
 _LARGEST, _LEAST = 1e30, -2e4  # bounds of a prediction for the tail, and of a number of the tail
 
 
@@ -50,6 +51,8 @@ def check_tokens(tokens_nT1: np.ndarray, spec: CodecSpec) -> None:
 def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
     """ValueError: sequences [n, ...], as they are stored, have impossible numbers."""
     check_tokens(arrays["tokens"], spec)
+    if spec.written and not (arrays[POLICY].min() >= FLOOR and arrays[POLICY].max() <= _ROUNDED):
+        raise ValueError("the student's log-probability of a label is not between -10,000 and 0")
     if spec.coded:
         numbers_nRT, entries = arrays["numbers"], spec.columns
         wide = np.uint32 if entries < 2**16 else np.uint64  # sums do not wrap around

@@ -19,7 +19,15 @@ _MOST_COUNTS = 20
 """Most counts of a text that are listed."""
 _CHECKED, _LEAST = 8192, 1000
 """Tokens of the samples by which the words for an angle were checked, and of the smallest that gets one."""
-MADE = ("its weights", "written by the teacher", "left out of the text", "kept mass", "bytes a token", "temperatures")
+MADE = (
+    "its weights",
+    "written by the teacher",
+    "written by a student",
+    "left out of the text",
+    "kept mass",
+    "bytes a token",
+    "temperatures",
+)
 """The facts that a command which has made a cache prints, after its splits."""
 
 
@@ -54,7 +62,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
         "its file": ", sha256 ".join(str(record[key]) for key in ("quantised", "file_digest") if record.get(key)),
         "its weights": "" if manifest.weights_cost is None else weights_line(manifest.weights_cost),
         "text": ", ".join(f"{name} {public(each)}" for name, each in data.items() if isinstance(each, str | int)),
-        "written by the teacher": "; ".join(_written(manifest)),
+        "written by a student" if codec.written else "written by the teacher": "; ".join(_written(manifest)),
         "left out of the text": "; ".join(lost),
         "kept mass": f"{mass}, mean -log of it {loss} nats, in {positions} positions" if capture else "",
         **_origin(manifest.origin or {}),
@@ -105,16 +113,21 @@ def _written(manifest: Manifest) -> Iterator[str]:
     how = manifest.settings.data.get("generated")
     if not isinstance(how, Mapping):
         return
+    policy = how.get("policy")
+    who = "the teacher"
+    if isinstance(policy, Mapping):
+        step = "" if policy.get("step") is None else f" at step {policy['step']}"
+        who = f"{policy.get('spec')} ({str(policy.get('weights_digest'))[:12]}{step})"
     if "temperature" in how:
         prompt = how.get("prompt_tokens")
         begins = "the turns before the last answer" if prompt is None else f"{prompt} tokens of each sequence"
         drawn = f"temperature {how.get('temperature')}, top-p {how.get('top_p')}, seed {how.get('seed')}"
-        yield f"the teacher continued {begins} ({drawn})"
+        yield f"{who} continued {begins} ({drawn})"
     else:
         yield "text by teachers, each written as the cache that it comes from states"
     for split, each in (manifest.generated or {}).items():
         ended, cut, tokens = (each.get(name, 0) for name in ("stop", "length", "tokens"))
-        yield f"{split}: {counted(tokens, 'token')} by the teacher; {counted(ended, 'text')} ended, {cut:,} cut"
+        yield f"{split}: {counted(tokens, 'token')}; {counted(ended, 'text')} ended, {cut:,} cut"
 
 
 def _origin(origin: Mapping[str, Any]) -> dict[str, str]:

@@ -70,7 +70,8 @@ class ShardWriter:
         for start in range(0, len(arrays["tokens"]), _SEQUENCES_AT_ONCE):
             part = {name: values[start : start + _SEQUENCES_AT_ONCE] for name, values in arrays.items()}
             if self._coding is not None:
-                part = {name: part[name] for name in ROWS} | self._coding.pack(part["tokens"], part)
+                plain = {name: part[name] for name in (*ROWS, cache_format.POLICY) if name in part}
+                part = plain | self._coding.pack(part["tokens"], part)
             number = len(part["tokens"])
             for name, values in part.items():
                 self._file[name][self._written : self._written + number] = values

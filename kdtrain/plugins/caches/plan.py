@@ -30,6 +30,7 @@ def plan(caches: Sequence[Stated]) -> tuple[list[int], CacheSettings | None]:
         raise UsageError("there is one cache and nothing to merge it with; name two or more")
     order = sorted(range(len(caches)), key=lambda number: caches[number].manifest.digest)
     caches = [caches[each] for each in order]
+    refuse_written(caches)
     for one, other in pairwise(caches):
         if one.manifest.digest == other.manifest.digest:
             twice = f"{one.name} is named twice" if one.name == other.name else f"{names([one, other])} are one cache"
@@ -60,8 +61,19 @@ def plan(caches: Sequence[Stated]) -> tuple[list[int], CacheSettings | None]:
     return order, None
 
 
+def refuse_written(caches: Sequence[Stated]) -> None:
+    """UsageError: a student wrote the text of a cache, which belongs to one state of it."""
+    for each in caches:
+        if each.manifest.codec.written:
+            raise UsageError(
+                f"{each.name} holds what a student wrote, with its log p of each label, and is neither merged nor cut; "
+                "train on the rounds of a run with kdtrain distill --rollouts RUN"
+            )
+
+
 def refuse_rows(cache: Stated, splits: Sequence[str], rows: tuple[int, int | None] | None) -> None:
     """UsageError: a cache has no such split, or a split no such rows (start and stop, None: the end)."""
+    refuse_written([cache])
     there = cache.manifest.splits
     if missing := [split for split in splits if split not in there]:
         raise UsageError(f"{cache.name} has no split '{missing[0]}'; it has {', '.join(there)}")

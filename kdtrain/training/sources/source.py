@@ -124,7 +124,8 @@ class Source(Protocol):
 
     One that needs the student has `meet(student, teacher)`, called at first with the `Student` that is trained, and the
     online teacher, loaded and prepared, or None. A sharded student writes on all ranks at once: such a source has
-    `write_collective(indices)`, which every rank calls before each step, with the sequences of the step of all ranks.
+    `write_collective(indices)`, which every rank calls before each step, with the sequences of the step of all ranks;
+    it may return numbers, which the step logs, and may end early at a stop request (`signals.asked_to_stop`).
     What is written never changes, as `Growing` has it, and nothing is read ahead.
     """
 

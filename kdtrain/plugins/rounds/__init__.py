@@ -1,0 +1,180 @@
+"""Distillation on the student's own text, in rounds (docs/on-policy.md): it writes, its teacher scores, it learns.
+
+A round is a cache of format version 5. The parts that need torch are imported by the runs that use them.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.registered import register_observer, register_section
+from kdtrain.config.sections import CodecConfig
+from kdtrain.config.values import Conflicts, Options, flag, option, refuse
+
+SAMPLED = "sampled-reverse-kl"
+"""The divergence that learns from the tokens which the student drew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterConfig(Options):
+    """Who writes the text of --generate, where the teacher does not."""
+
+    by: str | None = option(None, once=True, reads="student spec", shown="STUDENT", brief=True)
+    """With --generate, this student writes and the teacher scores it; a run, an export, a hub id."""
+
+    teacher_system: str | None = option(None, once=True, text=True, needs="by", shown="TEXT")
+    """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether a student writes."""
+        return self.by is not None
+
+    def check(self, config: CacheTeacherConfig) -> None:
+        """UsageError: nothing is written."""
+        refuse(self.writes and not config.text.generate, "--by has no effect without --generate; add it")
+
+    def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
+        """The teacher of a capture, with the student as its writer. UsageError: they do not fit together."""
+        from kdtrain.plugins.rounds.writing import written_by
+
+        assert self.by is not None
+        return written_by(self.by, teacher, device, config.data, config.batch_size, self.teacher_system)
+
+
+def _check_lengths(given: str) -> None:
+    refuse(
+        re.fullmatch(r"[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", given) is None,
+        f"--max-new-tokens '{given[:80]}' is neither a number of tokens nor FIRST:LAST, such as 128:512",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundsConfig(CodecConfig):
+    """Train on what the student writes, in rounds (docs/on-policy.md); --top-k, --num-samples and --dense as there."""
+
+    on_policy: bool = option(False, brief=True)
+    """Train on the student's own text; each round it continues prompts of --data, and --teacher scores them."""
+    rollouts: Path | None = option(None, once=True, reads="saved", brief=True)
+    """Train on the rounds that a run with --on-policy wrote; in their order, without a teacher."""
+    round_rows: int = option(2048, least=1, needs="on_policy")
+    """Prompts that the student continues in a round."""
+    round_steps: int | None = option(None, least=1, needs="on_policy")
+    """Steps that train on a round; one pass over it if not given."""
+    prompt_tokens: int | None = option(None, least=1, needs="on_policy")
+    """First tokens of plain text that are its prompt; by default 64, or half of --seq-len where that is less."""
+    max_new_tokens: str = option("128", needs="on_policy", check=_check_lengths)
+    """Tokens that the student writes at most; 128:512 grows from the first round to the last."""
+    gen_temperature: float = option(1.0, least=0, most=100, needs="on_policy")
+    """The temperature at which it writes; 0 always takes the most likely token."""
+    gen_top_p: float = option(1.0, above=0, most=1, needs="on_policy")
+    """Draw from the most likely tokens that have this probability together, and never from the others."""
+    rollout_share: float = option(1.0, least=0, most=1, needs="on_policy")
+    """Share of the sequences that the student wrote; the others are of --cache."""
+    stale_rounds: int = option(0, least=0, needs="on_policy")
+    """Rounds of the past that stay in the mix, each as often as the present one."""
+    cold_start: int = option(0, least=0, needs="on_policy")
+    """First steps, which train on --cache, or without one on the text of --data by cross-entropy."""
+    rollout_batch_size: int = option(64, least=1, needs="on_policy")
+    """Rows that the student continues together, which decides their last bits; lower it where memory ends."""
+    on_collapse: Literal["warn", "stop"] = option("warn", free=True)
+    """What follows where the texts of a round became much shorter, longer or repetitive, or no longer end."""
+
+    score_with: str | None = option(
+        None, free=True, once=True, private="runs a function", needs="on_policy", shown="MODULE:FUNCTION"
+    )
+    """A function of yours, (prompt, answer, row) -> a number, whose mean over the held-out texts each round logs."""
+    teacher_system: str | None = option(None, once=True, text=True, needs="on_policy", shown="TEXT")
+    """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
+
+    @property
+    def data_plan(self) -> str | None:
+        """The plan of the data, of `kdtrain.plans`."""
+        return "rounds" if self.on_policy or self.rollouts is not None else None
+
+    @property
+    def own_text(self) -> bool:
+        """Whether the plan takes --cache beside --teacher and --data, or neither."""
+        return self.data_plan is not None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens written at most in the first round, and in the last."""
+        first, _, last = self.max_new_tokens.partition(":")
+        return int(first), int(last or first)
+
+    def conflicts(self) -> Conflicts:
+        yield from super().conflicts()
+        both = "--on-policy writes rounds and --rollouts reads those of another run; give one"
+        yield self.on_policy and self.rollouts is not None, both
+        for name in ("top_k", "num_samples", "dense"):
+            given = getattr(self, name) != getattr(CodecConfig(), name)
+            yield given and not self.on_policy, f"{flag(name)} has no effect without --on-policy; leave it out"
+
+    def check(self, config: DistillConfig) -> None:
+        """Make alpha 1 where all that is learned is the student's text. UsageError: the options do not go together."""
+        objective, data = config.objective, config.data
+        sampled = objective.divergence.partition(":")[0] == SAMPLED
+        if self.data_plan is None:
+            refuse(sampled, f"--divergence {SAMPLED} learns from what the student draws; add --on-policy or --rollouts")
+            return
+        which = "--on-policy" if self.on_policy else "--rollouts"
+        for name, given in {
+            "--source": config.source != "cache",
+            "--cross-tokenizer": config.cross_tokenizer,
+            "--hidden-loss": objective.hidden_loss != "none",
+        }.items():
+            refuse(given, f"{name} cannot be combined with {which}; leave one of them out")
+        if self.on_policy:
+            refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
+            refuse(data.data is None, "--on-policy needs --data, whose prompts the student continues")
+            mixes = self.rollout_share < 1
+            text = f"--rollout-share {self.rollout_share:g} mixes with --cache; give one, or leave it out"
+            refuse(mixes and not config.cache, text)
+            idle = "--cache has no effect with --on-policy alone; add --rollout-share or --cold-start, or leave it out"
+            refuse(bool(config.cache) and not mixes and not self.cold_start, idle)
+            refuse(
+                not (data.messages_column or data.format not in ("auto", "text"))
+                and (self.prompt_tokens or 0) >= data.seq_len,
+                f"--prompt-tokens {self.prompt_tokens} leaves no room in --seq-len {data.seq_len}; use less",
+            )
+        else:
+            refuse(data.data is not None, "--rollouts holds its own text; leave --data out")
+            refuse(config.teacher is not None, "--rollouts holds what its teacher answered; leave --teacher out")
+        if sampled:
+            self._check_sampled(config)
+        if not config.cache and objective.alpha != 1:
+            refuse(
+                objective.alpha_schedule != "constant", f"--alpha-schedule has no effect with {which}, where alpha is 1"
+            )
+            object.__setattr__(config, "objective", replace(objective, alpha=1.0))
+
+    def _check_sampled(self, config: DistillConfig) -> None:
+        objective = config.objective
+        fixed = bool(config.cache)
+        refuse(fixed, f"--divergence {SAMPLED} needs tokens that the student drew; leave --cache out")
+        refuse(
+            self.dense, f"--divergence {SAMPLED} is for samples and a top-k; with --dense use reverse-kl, the exact one"
+        )
+        for name, usual in (("gen_top_p", 1.0), ("gen_temperature", 1.0)):
+            value = getattr(self, name)
+            text = f"its tokens are draws of the student only at {flag(name)} 1; leave it out, or use forward-kl"
+            refuse(value != usual, f"--divergence {SAMPLED} with {flag(name)} {value:g}: {text}")
+        heated = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
+        refuse(heated, f"--divergence {SAMPLED} is right at T = 1 only; leave the temperature's options out")
+
+
+register_section("rounds", {"cache-teacher": WriterConfig, "distill": RoundsConfig})
+
+
+@register_observer("rounds")
+def weights(request: Any) -> Any:
+    """Log the weights of the sampled reverse KL (--divergence sampled-reverse-kl)."""
+    if request.config.objective.divergence.partition(":")[0] != SAMPLED:
+        return None
+    from kdtrain.plugins.rounds.weights import Weights
+
+    return Weights(request.config.monitor.log_freq)

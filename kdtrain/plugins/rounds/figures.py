@@ -1,0 +1,170 @@
+"""What the text of a round shows, from its cache alone, and the rules by which it collapses.
+
+Of tokens drawn from the student, -log q is an estimate of its entropy, log q - log p of the reverse KL, and
+min(1, p / q) of the mass that both share: a round holds both numbers of each token. So a replay logs what the run did.
+
+Shape suffixes: n rows, T positions.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kdtrain.cache.read.reader import CacheReader, LocalCache
+from kdtrain.cache.write.generated_text import finish_reasons
+from kdtrain.errors import RunError, UsageError, log
+from kdtrain.monitor.rules import RULES, Rule, Signs
+from kdtrain.run.baselines import bigram_loss
+
+ROWS = 256
+"""Rows of which the teacher's numbers are read."""
+_BIGRAM = 500_000
+"""Tokens that the bigram of the text is fitted on."""
+_SHORTER, _LONGER, _ENDED, _REPEATED = 0.5, 2.0, 0.5, 0.3
+_FIRST = ("length", "ended")
+"""What later rounds are compared with."""
+
+
+def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
+    """The numbers of a round, by the names of metrics.jsonl.
+
+    text: what the student would learn from otherwise, for the loss of its bigram.
+    """
+    train = cache["train"]
+    whole = train.text(np.arange(len(train)))
+    mask_nT = whole["loss_mask"] == 1
+    lengths_n = mask_nT.sum(1)
+    reasons = finish_reasons(whole["tokens"], mask_nT, cache.manifest.end_tokens)
+    found = {
+        "length": float(lengths_n.mean()),
+        "length_p95": float(np.quantile(lengths_n, 0.95)),
+        "ended": reasons.count("stop") / len(reasons),
+        "repeated": repeated(whole["tokens"], mask_nT),
+    }
+    found |= _of_tokens(train)[0]
+    if text is not None and (loss := bigram_loss(text, train, _BIGRAM)) is not None:
+        found["bigram_loss"] = loss
+    held, error = _of_tokens(cache["validation"])
+    shown = {f"rollouts/{name}": value for name, value in found.items()}
+    shown |= {f"rollouts/held_out/{name}": value for name, value in held.items()}
+    return shown | {"rollouts/held_out/reverse_kl_error": error}
+
+
+def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float]:
+    """Means over the tokens of some rows, nats, and the standard error of the reverse KL over rows."""
+    rows = np.unique(np.linspace(0, len(reader) - 1, min(ROWS, len(reader))).astype(int))
+    sums, ratios = torch.zeros(5, dtype=torch.float64), list[tuple[float, int]]()
+    for start in range(0, len(rows), 32):
+        batch = reader.read(rows[start : start + 32].tolist())
+        targets, mask_BT = batch.targets, batch.loss_mask
+        assert targets is not None and targets.policy is not None
+        own_BT, theirs_BT = (each.double().view(mask_BT.shape) for each in (targets.policy, targets.label_logprob))
+        beta = torch.ones((), dtype=torch.float64, requires_grad=True)
+        # the slope of log Z in beta is E_p[log p]
+        (slope,) = torch.autograd.grad(targets.double().log_partition(beta)[mask_BT.flatten()].sum(), beta)
+        ratio_BT = (own_BT - theirs_BT).masked_fill(~mask_BT, 0.0)
+        shared_BT = (theirs_BT - own_BT).clamp(max=0).exp().masked_fill(~mask_BT, 0.0)
+        each = (mask_BT.sum(), -own_BT[mask_BT].sum(), -theirs_BT[mask_BT].sum(), -slope, shared_BT.sum())
+        sums += torch.stack([value.double() for value in each])
+        ratios += zip(ratio_BT.sum(1).tolist(), mask_BT.sum(1).tolist(), strict=True)
+    count, entropy, loss, teacher, shared = sums.tolist()
+    count = max(count, 1.0)
+    mean = sum(total for total, _ in ratios) / count
+    spread = sum((total - mean * tokens) ** 2 for total, tokens in ratios)  # of a ratio of sums over rows
+    named = {"entropy": entropy / count, "teacher_loss": loss / count, "teacher_entropy": teacher / count}
+    return named | {"overlap": shared / count, "reverse_kl": mean}, float(np.sqrt(spread)) / count
+
+
+def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
+    """The share of the 3-grams of texts that the same text had before."""
+    again = total = 0
+    for row, mask in zip(tokens_nT1[:, 1:], mask_nT, strict=True):
+        text = row[mask].tolist()
+        grams = list(zip(text, text[1:], text[2:], strict=False))
+        total, again = total + len(grams), again + len(grams) - len({*grams})
+    return again / max(total, 1)
+
+
+def beside_first(found: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a round with those of the first that they are compared with."""
+    return {**found, **{f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}}
+
+
+def refuse_collapse(found: Mapping[str, float]) -> None:
+    """RunError: by a rule below, the text of a round has collapsed."""
+    signs = Signs(step=0, numbers=found)
+    for kind, (rule, test) in RULES.items():
+        if kind.startswith("rollouts-") and (text := test(signs)) is not None:
+            raise RunError(f"{text}; --on-collapse stop ends the run here; {rule.knob}", reason="collapse")
+
+
+Score = Callable[[str, str, int], float]
+"""A number of one's own for a held-out text: prompt, answer, and the row."""
+
+
+def load_score(name: str) -> Score:
+    """The function that `--score-with` names. UsageError: there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--score-with {name}: {error}; give MODULE:FUNCTION that Python can import") from None
+    if not callable(found):
+        raise UsageError(f"--score-with {name}: it is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def show_texts(cache: LocalCache, tokenizer: Any, name: str, score: Score | None, most: int = 2) -> dict[str, float]:
+    """Log the first held-out prompts of a round with what the student wrote; return the mean score of all, if any."""
+    reader, scores = cache["validation"], list[float]()
+    whole = reader.text(np.arange(len(reader) if score is not None else min(most, len(reader))))
+    for row, (tokens, flags) in enumerate(zip(whole["tokens"], whole["loss_mask"], strict=True)):
+        places = np.flatnonzero(flags == 1)
+        if not len(places):
+            continue
+        prompt, text = (tokenizer.decode(part.tolist()) for part in (tokens[: places[0] + 1], tokens[places + 1]))
+        if row < most:
+            log.info("%s, held out: %s -> %s", name, repr(prompt[-60:]), repr(text[:200]))
+        if score is not None:
+            scores.append(float(score(prompt, text, row)))
+    return {"rollouts/held_out/score": sum(scores) / len(scores)} if scores else {}
+
+
+def _pair(signs: Signs, name: str) -> tuple[float, float] | None:
+    now, first = signs.numbers.get(f"rollouts/{name}"), signs.numbers.get(f"rollouts/first/{name}")
+    return None if now is None or first is None else (now, first)
+
+
+@Rule("lower --lr, mix with fixed text (--rollout-share 0.5), or give --max-new-tokens more room", each_step=True)
+def rollouts_length(signs: Signs) -> str | None:
+    """Texts that became much shorter or longer."""
+    if (pair := _pair(signs, "length")) is None or _SHORTER * pair[1] <= pair[0] <= _LONGER * pair[1]:
+        return None
+    return f"the student's texts have {pair[0]:.1f} tokens, and had {pair[1]:.1f} in the first round"
+
+
+@Rule("mix with fixed text that ends (--rollout-share 0.5), or raise --max-new-tokens", each_step=True)
+def rollouts_ended(signs: Signs) -> str | None:
+    """Texts that no longer end."""
+    if (pair := _pair(signs, "ended")) is None or pair[0] >= _ENDED * pair[1]:
+        return None
+    return f"{pair[0]:.1%} of the student's texts end, and {pair[1]:.1%} did in the first round"
+
+
+@Rule("lower --lr, mix with fixed text (--rollout-share 0.5), or begin with --cold-start", each_step=True)
+def rollouts_repeat(signs: Signs) -> str | None:
+    """Texts that repeat themselves."""
+    share = signs.numbers.get("rollouts/repeated", 0.0)
+    return None if share <= _REPEATED else f"{share:.1%} of the 3-grams of the student's texts are repetitions"
+
+
+@Rule("begin with --cold-start, or with prompts that the teacher knows", each_step=True)
+def rollouts_strange(signs: Signs) -> str | None:
+    """Texts of which the teacher knows less than a bigram of the fixed text."""
+    loss, bigram = (signs.numbers.get(f"rollouts/{name}") for name in ("teacher_loss", "bigram_loss"))
+    if loss is None or bigram is None or loss <= bigram:
+        return None
+    return f"the teacher's loss on the student's texts is {loss:.3f}, above the {bigram:.3f} of a bigram of the text"

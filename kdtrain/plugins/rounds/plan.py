@@ -1,0 +1,365 @@
+"""The plan of a run in rounds: its prompts, its fixed text, who scores, and the rounds of another run for a replay.
+
+In the folder of a run: `rollouts/prompts`, a cache of bare tokens whose rows are the prompts of both splits;
+`rollouts/rollouts.json`, the shape of the stream; and a cache a round.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.distributed.tensor import DTensor
+
+from kdtrain.cache.format.codec import RANGE, SAMPLED_RANGE, SAMPLING, CodecSpec
+from kdtrain.cache.format.manifest import CacheSettings, read_manifest
+from kdtrain.cache.format.names import SETTINGS, WRITTEN, holds_nothing
+from kdtrain.cache.read.reader import LocalCache
+from kdtrain.cache.write.writer import write_cache
+from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.choices import DIVERGENCES
+from kdtrain.config.sections import CodecConfig, TextConfig
+from kdtrain.data.order import batch as in_order
+from kdtrain.data.packed import PackedRow
+from kdtrain.errors import UsageError, log
+from kdtrain.files import publish_json, read_sealed, typed
+from kdtrain.models.loading import model_digest
+from kdtrain.models.spec import read_spec
+from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
+from kdtrain.plugins.rounds.figures import load_score, show_texts
+from kdtrain.plugins.rounds.source import Fixed, Rounds, Shape
+from kdtrain.plugins.rounds.writing import Interrupted, RolloutAnswers, common_ends, inserted
+from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
+from kdtrain.run.build_cache import build_prompts
+from kdtrain.run.data_plan import CachedData
+from kdtrain.tables import duration
+from kdtrain.teaching.teacher import Writing, open_teacher
+from kdtrain.tokenizers.view_format import TEXT
+from kdtrain.training.schedule import total_steps
+from kdtrain.training.signals import asked_to_stop
+from kdtrain.training.sources.cache import CachedSource
+from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
+from kdtrain.training.sources.source import Facts, Source
+
+ROLLOUTS, PROMPTS, SHAPE = "rollouts", "prompts", "rollouts.json"
+_SHARDS = 8
+"""Shards of a round, at least, where it has so many batches: what a kill loses, and what ranks share."""
+_SCORED = 16
+"""Rows in one forward of either model."""
+_STREAM = 7
+"""Of the order of the prompts, apart from those of the training."""
+
+
+@register_plan("rounds")
+def rounds(request: PlanRequest) -> DataPlan:
+    """The text that the student writes, or that another run's student wrote."""
+    return (RoundsData if request.config.plugins["rounds"].on_policy else ReplayedData)(request)
+
+
+class ReplayedData(DataPlan):
+    """The rounds of another run, validated on its fixed text."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.config, self.run = request.config, request.config.plugins["rounds"].rollouts
+        self.facts, self.shape, self.fixed = on_all(self._read)
+
+    def _read(self) -> tuple[Facts, Shape, dict[str, Source] | None]:
+        path = self.run / ROLLOUTS / SHAPE
+        try:
+            record = read_sealed(path)
+            shape, identity = typed(record["shape"], Shape), typed(record["identity"], str)
+            first = next(iter(sorted((self.run / ROLLOUTS).glob("round-*/manifest.json")))).parent
+        except (OSError, KeyError, StopIteration):
+            raise UsageError(
+                f"--rollouts {self.run}: no run that wrote rounds is there; give one of --on-policy"
+            ) from None
+        except ValueError as error:
+            raise UsageError(f"{path} is not what a run writes ({error}); give another --rollouts") from None
+        facts = replace(CachedSource(LocalCache(first)["train"]).facts, name=str(self.run), identity=identity)
+        fixed = CachedData(self.config, self.config.cache).sources if self.config.cache else None
+        if Fraction(shape.share) < 1 and fixed is None:
+            raise UsageError(f"--rollouts {self.run} mixes its rounds with fixed text; give its --cache too")
+        return facts, shape, fixed
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        text = LocalCache(self.run / TEXT)
+        own: dict[str, Source] = {split: CachedSource(text[split]) for split in text}
+        sources = split_sources(self.config, self.facts, self.shape, self.run / ROLLOUTS, None, own, self.fixed)
+        return sources, own["validation"]
+
+
+def on_all(action: Any) -> Any:
+    """What `action` returns on each rank; its error is raised on all."""
+    with raise_on_all_ranks():
+        return action()
+
+
+def split_sources(
+    config: Any,
+    facts: Facts,
+    shape: Shape,
+    folder: Path,
+    writer: Any,
+    text: dict[str, Source],
+    fixed: dict[str, Source] | None,
+) -> dict[str, Source]:
+    """The splits of a run; validation is of the fixed cache if there is one, else of the text of the prompts."""
+    tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
+    beside = fixed or (text if shape.cold else None)
+    given, score = config.plugins["rounds"], None
+    if given.score_with is not None:
+        score = load_score(given.score_with)
+    divergence = DIVERGENCES.get(config.objective.divergence.partition(":")[0])
+    train = Rounds(
+        facts,
+        shape,
+        folder,
+        seed=config.seed,
+        writer=writer,
+        fixed=None if beside is None else Fixed(beside["train"]),
+        text=getattr(text["train"], "reader", None),
+        sampled=divergence.of_label is not None,
+        stops=given.on_collapse == "stop",
+        shown=lambda cache, name: {} if tokenizer is None else show_texts(cache, tokenizer, name, score),
+    )
+    return {"train": train, "validation": text["validation"] if fixed is None else Fixed(fixed["validation"])}
+
+
+class RoundsData(DataPlan):
+    """What the student writes behind the prompts of --data, alone or beside --cache."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.config, self.device = request.config, request.device
+        self.given = request.config.plugins["rounds"]
+        config = request.config
+        data = replace(config.data, document_mask=False)  # a rollout is a row of its own
+        self.text = replace(request, config=replace(config, data=data)).next()
+        self.teacher: Any = request.teacher
+        self.served = request.teacher is None
+        self.fixed = None if not config.cache else on_all(lambda: CachedData(config, config.cache).sources)
+        if not self.given.rollout_share:
+            assert self.fixed is not None, "check has refused it"
+            self.facts = self.fixed["train"].facts
+            return
+        self.codec = on_all(self._codec)
+        self.facts = on_all(lambda: self._facts("", None))
+
+    def refuse_no_rows(self) -> None:
+        self.text.refuse_no_rows()
+
+    def _codec(self) -> CodecSpec:
+        """What is kept of the teacher. UsageError: no server has it."""
+        given: CodecConfig = self.given
+        if self.served:
+            remote = self.config.remote
+            spec = replace(read_spec(self.config.teacher, "teachers"), kind=remote.teacher_kind, weights=None)
+            self.teacher = open_teacher(spec, self.device, "fp32")
+            if (given.top_k, given.num_samples, given.dense) != (0, None, False):
+                raise UsageError("with --teacher-server use --server-top-k, or --server-num-samples for samples")
+            given = remote.capture(self.config, out=self.config.out).codec
+            self.teacher.connect(remote, given)
+            self.teacher.load()
+            self.teacher.check(self.config.data.seq_len, False)
+        if given.top_k > self.teacher.vocab_size:
+            raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {self.teacher.vocab_size}")
+        return replace(CodecSpec.requested(given, self.teacher.vocab_size), written=True)
+
+    def _facts(self, identity: str, tokenizer: Path | None) -> Facts:
+        """Of the rollouts. UsageError: fixed text does not fit beside them."""
+        codec, span = self.codec, SAMPLED_RANGE if self.codec.num_samples else RANGE
+        theirs = self.teacher.tokenizer
+        found = Facts(
+            name=str(self.config.out / ROLLOUTS),
+            identity=identity,
+            seq_len=self.config.data.seq_len,
+            vocab_size=codec.vocab_size,
+            tokenizer_size=len(theirs),
+            tokenizer_digest=tokenizer_digest(theirs),
+            tokenizer=tokenizer,
+            targets=codec.kind,
+            top_k=codec.top_k,
+            num_samples=codec.num_samples,
+            temperature_range=(span["min"], span["max"]),
+            teacher={"spec": self.teacher.name},
+            end_tokens=ends_of(self.teacher.spec, theirs),
+        )
+        other = None if self.fixed is None else self.fixed["train"].facts
+        if other is None:
+            return found
+        for name in ("seq_len", "vocab_size", "tokenizer_digest", "document_mask"):
+            ours, there = getattr(found, name), getattr(other, name)
+            if ours != there:
+                raise UsageError(
+                    f"--cache {other.name} has {name} {there} and the rollouts have {ours}; they cannot be mixed"
+                )
+        kinds = {(each.targets, each.top_k, each.num_samples) for each in (found, other)}
+        return found if len(kinds) == 1 else replace(found, targets="mixed", num_samples=0)
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        config, given = self.config, self.given
+        sources, rows = self.text.prepare(resumed)
+        if not given.rollout_share:
+            assert self.fixed is not None
+            return {split: Fixed(each) for split, each in self.fixed.items()}, rows
+        folder = config.out / ROLLOUTS
+        asked = CacheTeacherConfig(
+            teacher=str(config.teacher),
+            out=folder / PROMPTS,
+            data=replace(config.data, document_mask=False),
+            text=TextConfig(generate=True, prompt_tokens=given.prompt_tokens),
+        )
+        on_main(lambda: build_prompts(asked, self.teacher))
+        prompts = LocalCache(folder / PROMPTS)
+        share = Fraction(str(given.rollout_share)).limit_denominator(1000)
+        steps = given.round_steps
+        if steps is None:
+            steps = max(1, round(Fraction(given.round_rows) / (share * config.batch_size)))
+        shape = Shape(
+            rows=given.round_rows,
+            sequences=steps * config.batch_size,
+            cold=given.cold_start * config.batch_size,
+            stale=given.stale_rounds,
+            share=str(share),
+        )
+        fixed = None if self.fixed is None else self.fixed["train"].facts.identity
+        decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), given.max_new_tokens, fixed]
+        decides += [
+            given.gen_temperature,
+            given.gen_top_p,
+            given.rollout_batch_size,
+            config.teacher,
+            given.teacher_system,
+        ]
+        identity = hashlib.sha256(repr(decides).encode()).hexdigest()
+        on_main(lambda: publish_json(folder / SHAPE, {"identity": identity, "shape": asdict(shape)}, "rounds.shape"))
+        if self.served:
+            earlier = on_main(lambda: _teacher_of(folder))
+            self.teacher.begin(earlier, False)
+        facts = self._facts(identity, prompts.folder / "tokenizer")
+        writer = RoundWriter(self, prompts, shape, facts)
+        return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
+
+
+def _teacher_of(folder: Path) -> dict[str, Any] | None:
+    """The identity of the teacher of the first round; None: there is none yet."""
+    found = sorted(folder.glob("round-*/manifest.json"))
+    return read_manifest(found[0].parent).settings.teacher if found else None
+
+
+class RoundWriter:
+    """Writes the rounds of a run: `source.Writer`."""
+
+    def __init__(self, data: RoundsData, prompts: LocalCache, shape: Shape, facts: Facts) -> None:
+        self.data, self.prompts, self.shape, self.facts = data, prompts, shape, facts
+        self.config, self.given, self.teacher = data.config, data.given, data.teacher
+        self.ended = time.monotonic()
+
+    def meet(self, student: Any, teacher: Any) -> None:
+        """Take the student. UsageError: it is sharded, or ends its texts otherwise than its teacher."""
+        if any(isinstance(each, DTensor) for each in student.parameters()):
+            raise UsageError("--on-policy needs the whole student on each rank; use --parallel ddp")
+        self.student, self.teacher = student, teacher or self.teacher
+        given = self.given
+        self.how = Writing(
+            temperature=given.gen_temperature,
+            top_p=given.gen_top_p,
+            end_tokens=self.facts.end_tokens,
+            seed=self.config.seed,
+            batch_size=given.rollout_batch_size,
+        )
+        system, self.more = given.teacher_system, None
+        if system is not None:
+            self.more = inserted(system, self.config.data, self.teacher)
+        self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
+
+    def begun(self, number: int, attempt: int, folder: Path) -> bool:
+        """As `source.Writer`; a round of other weights stays, and the next attempt begins."""
+        if not folder.exists() or holds_nothing(folder):
+            return True
+        return (folder / SETTINGS).exists() and CacheSettings.stored(folder) == self._settings(number, attempt)[
+            0
+        ].to_json()
+
+    def write(self, number: int, attempt: int, folder: Path) -> Mapping[str, float]:
+        """As `source.Writer`."""
+        started = time.monotonic()
+        settings, how = self._settings(number, attempt)
+        stopped = asked_to_stop if world_size() == 1 else lambda: False
+        answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), _SCORED, stopped, self.more)
+        if not answers.sharded:
+            answers.logits = None  # whose fidelity is not measured each round
+        log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
+        splits = {"train": self._rows(number, "train", how), "validation": self._rows(number, "validation", how)}
+        options: dict[str, Any] = {"tokenizer": self.prompts.folder / "tokenizer", "batch_size": how.batch_size}
+        write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=_stop_together, **options)
+        on_main(lambda: None)  # rank 0 has written the manifest
+        seconds, whole = answers.seconds, time.monotonic() - started
+        spent = {f"rollouts/{name}_s": each for name, each in seconds.items()}
+        spent["rollouts/learning_s"] = started - self.ended
+        self.ended = time.monotonic()
+        more = " (writing costs more than scoring)" if seconds["writing"] > seconds["scoring"] else ""
+        text = "round %d took %s, writing %s and scoring %s%s; log p of training and of decoding differ by %.1e at most"
+        parts = duration(whole), duration(seconds["writing"]), duration(seconds["scoring"]), more
+        log.info(text, number, *parts, answers.apart)
+        return spent | {"rollouts/logprob_difference": answers.apart}
+
+    def _settings(self, number: int, attempt: int) -> tuple[CacheSettings, Writing]:
+        """Those of a round by the student as it is."""
+        place, base = self.shape.cold + (number - 1) * self.shape.sequences, self.prompts.manifest.settings
+        policy = {
+            "spec": str(self.config.student),
+            "weights_digest": model_digest(self.student.model),
+            "step": place // self.config.batch_size,
+            "round": number,
+            "attempt": attempt,
+        }
+        if self.given.teacher_system is not None:
+            policy["teacher_system"] = self.given.teacher_system
+        how, size = replace(self.how, policy=policy), self.given.rollout_batch_size
+        batches = max(1, -(-self.shape.rows // size) // _SHARDS)
+        data = {name: each for name, each in base.data.items() if name != "prompts"}
+        generated = {**base.data["prompts"], "max_new_tokens": self._length(number), **how.to_json()}
+        seed = int.from_bytes(hashlib.sha256(f"{self.config.seed} {number} {attempt}".encode()).digest()[:6])
+        settings = replace(
+            base,
+            codec=self.data.codec,
+            teacher=dict(self.teacher.identity),
+            data={**data, "generated": generated},
+            seed=seed,
+            sampling=SAMPLING if self.data.codec.num_samples else None,
+            sequences_per_shard=batches * size,
+            sequences={"train": self.shape.rows, "validation": len(self.prompts["validation"])},
+            format_version=WRITTEN,
+        )
+        return settings, how
+
+    def _length(self, number: int) -> int:
+        """Tokens that the student writes at most in a round, which grow evenly to the last one."""
+        first, last = self.given.lengths
+        sequences = total_steps(self.config, self.shape.rows) * self.config.batch_size - self.shape.cold
+        rounds = max(1, -(-sequences // self.shape.sequences))
+        return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
+
+    def _rows(self, number: int, split: str, how: Writing) -> Iterator[PackedRow]:
+        """The prompts of a round, those of one length together."""
+        reader = self.prompts[split]
+        rows = np.arange(len(reader))
+        if split == "train":
+            rows = in_order(self.config.seed, (number - 1) * self.shape.rows, self.shape.rows, len(reader), _STREAM)
+        text, most = reader.text(rows), self._length(number)
+        masks = text["loss_mask"] == 1
+        lengths = masks.argmax(1)
+        for at in np.argsort(lengths, kind="stable").tolist():
+            mask = masks[at].copy()
+            mask[lengths[at] + most :] = False
+            yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32))
+
+
+def _stop_together(done: int, total: int | None) -> None:
+    """Called before each batch, on every rank. Interrupted: a stop was requested on one."""
+    if all_reduce_max(int(asked_to_stop())):
+        raise Interrupted

@@ -1,0 +1,45 @@
+"""The weights of the sampled reverse KL while a run trains: how far the student is from the one that wrote the text.
+
+Measured at steps that the log shows, on the first micro-batch of a rank, by a forward of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from kdtrain.objective.batch import Batch
+from kdtrain.plugins.rounds.loss import LARGEST
+from kdtrain.plugins.rounds.writing import label_logprobs
+from kdtrain.training.observers import Observer, StepView
+
+
+class Weights(Observer):
+    """Adds mean weight (1 in expectation), effective share of the samples and share truncated to a step's numbers.
+
+    every: steps between two measurements.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every, self.found = every, dict[str, float]()
+
+    def before_forward(self, step: StepView, batch: Batch) -> None:
+        targets = batch.targets
+        if step.micro_batch != 1 or step.number % self.every or targets is None or targets.policy is None:
+            return
+        training, mask_N = step.student.training, batch.loss_mask.flatten()
+        step.student.eval()
+        own_N = label_logprobs(step.student, batch.tokens).flatten()
+        step.student.train(training)
+        if not mask_N.any():
+            return
+        weight_N = (own_N - targets.policy)[mask_N].double().exp()
+        sizes = torch.stack([weight_N.mean(), weight_N.mean() ** 2 / (weight_N**2).mean()])
+        mean, effective = sizes.tolist()
+        truncated = float((weight_N > LARGEST).double().mean())
+        named = {"weight": mean, "effective_samples": effective, "truncated": truncated}
+        self.found = {f"rollouts/{name}": value for name, value in named.items()}
+
+    def after_optimizer(self, step: StepView, metrics: Mapping[str, float], skipped: bool) -> None:
+        cast(dict[str, Any], metrics).update(self.found)
+        self.found = {}

@@ -1,0 +1,301 @@
+"""Rows of a cache that a student writes and its teacher scores: behind each prompt what the student draws, token by
+token, and beside what is kept of the teacher's distributions the student's own log p of each token.
+
+A draw is a function of the logits and of (seed, round, attempt, split, row, position). The logits depend, in their last
+bits, on the rows beside: batches are cut at fixed rows, those of one prompt length are continued together without
+padding, a row that has ended stays in, and the batch size is part of the settings. So a capture that was killed ends in
+the same bytes. The student's log p is that of the trainer's forward over whole rows, which a decoder's differs from by
+rounding; the largest difference is logged.
+
+The settings of sampling in a model's `generation_config` are not used.
+
+What it gives up: the keys of rows that have ended are computed until all of their length have; prompts of many lengths
+make many small batches; the answers of a batch are encoded before the next one is written.
+
+Shape suffixes: B rows, T positions, N tokens.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kdtrain.cache.format.compression import Arrays
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.names import POLICY
+from kdtrain.cache.write.answers import Encode, ShardAnswers
+from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.config.sections import DataConfig
+from kdtrain.data.corpus import has_prompts
+from kdtrain.data.formats import Document
+from kdtrain.data.masks import Masks
+from kdtrain.data.packing import Encoder
+from kdtrain.errors import UsageError, log
+from kdtrain.models.generate import generate
+from kdtrain.models.loading import check_fits, model_digest
+from kdtrain.models.tokenizer import digest_of, end_tokens, named, tokenizer_digest
+from kdtrain.objective.batch import Batch
+from kdtrain.objective.loss import DistillationLoss
+from kdtrain.objective.metrics import chunks
+from kdtrain.objective.targets import Supervision
+from kdtrain.precision.modes import autocast
+from kdtrain.run.saved_student import open_student
+from kdtrain.teaching.teacher import Writing
+from kdtrain.training.state import read_saved
+from kdtrain.training.student import Student
+
+_SAMPLING = "temperature|top_|min_p|typical_p|epsilon|eta_|penalty|no_repeat|bad_words|num_beams|do_sample|guidance"
+"""What names of settings that change which tokens are drawn contain."""
+
+
+class Interrupted(Exception):
+    """A stop request came between two decoding steps."""
+
+
+@torch.no_grad()
+def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
+    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training; the student is in evaluation mode."""
+    tokens_BT1 = tokens_BT1.to(student.device)
+    mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+    hidden_ND = student.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
+    rows, head = Supervision(tokens_BT1[:, 1:].flatten(), mask_BT.flatten(), None), student.model.head.gathered()
+    found = [
+        head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
+        for _, z_RV, own in chunks(hidden_ND, head, rows, student.vocab_size)
+    ]
+    return torch.cat(found).float().view(mask_BT.shape)
+
+
+class RolloutAnswers(ShardAnswers):
+    """What a student writes behind the prompts of a batch, scored by its teacher's own answers.
+
+    Args:
+        student: as it is; its mode is left as it was.
+        how: with its `policy`.
+        inner: the teacher's answers about rows that have their text.
+        scored: rows in one forward of either.
+        stopped: whether to raise `Interrupted`; looked at after each decoding step.
+        more: what the teacher reads besides.
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        student: Student,
+        how: Writing,
+        inner: ShardAnswers,
+        scored: int,
+        stopped: Callable[[], bool] = lambda: False,
+        more: "Inserted | None" = None,
+    ) -> None:
+        self.logits, self.sharded, self.examine = inner.logits, inner.sharded, inner.examine
+        self._student, self._how, self._inner = student, how, inner
+        self._scored, self._stopped, self._more = scored, stopped, more
+        self.seconds = {"writing": 0.0, "scoring": 0.0}
+        self.apart = 0.0
+        """The largest difference, nats, between log p at the draw and by the forward of training."""
+
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+        """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
+        with self._timed("writing"):
+            found, drawn_BT = self._continued(rows)
+        with self._timed("scoring"):
+            kept = self._kept(found)
+        difference_BT = np.abs(kept[POLICY] - drawn_BT)[found.loss_mask]
+        self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
+        return found, lambda: kept
+
+    def _kept(self, rows: ShardRows) -> Arrays:
+        """What is kept of written rows, both sides; a row with a non-finite log p of the student's is broken."""
+        student, parts = self._student, list[Arrays]()
+        training = student.training
+        student.eval()
+        for start in range(0, len(rows), self._scored):
+            part = rows[slice(start, min(start + self._scored, len(rows)))]
+            read = part if self._more is None else self._more.put(part)
+            with self._inner.session(read):
+                arrays = dict(self._inner.rows(read)[1]())
+            if self._more is not None:  # at t what the teacher knew of the same token
+                arrays = {
+                    name: each if name == "broken" else each[:, len(self._more) :] for name, each in arrays.items()
+                }
+            policy_BT = label_logprobs(student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
+            policy_BT = np.where(part.loss_mask, policy_BT, np.float32(0.0))
+            sound_B = np.isfinite(policy_BT).all(1)
+            arrays["broken"] = arrays.get("broken", np.zeros(len(part), bool)) | ~sound_B
+            parts.append(arrays | {POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)})
+        student.train(training)
+        return {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
+
+    def _continued(self, rows: ShardRows) -> tuple[ShardRows, np.ndarray]:
+        """The rows with what the student wrote, and its log p [B, T] at each draw."""
+        how, student, ends = self._how, self._student, list(self._how.end_tokens)
+        assert how.policy is not None
+        name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
+        seed = int.from_bytes(hashlib.sha256(f"kdtrain rollouts {name}".encode()).digest()[:7])
+        tokens_BT1, mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
+        drawn_BT = np.zeros(mask_BT.shape, np.float32)
+        lengths_B, room_B = rows.loss_mask.argmax(1) + 1, rows.loss_mask.sum(1)
+        # the outer autocast keeps the weights that the inner ones cast
+        with student.decoding() as next_logits, autocast(student.mode, student.device):
+            for length in np.unique(lengths_B).tolist():
+                own = np.flatnonzero(lengths_B == length)
+                held = list[Tensor]()
+
+                def seen(tokens_BT: Tensor, held: list[Tensor] = held) -> Tensor:
+                    held[:] = [next_logits(tokens_BT)]
+                    return held[0]
+
+                prompts_BT = torch.from_numpy(rows.tokens[own, :length].astype(np.int64)).to(student.device)
+                numbers, room = (rows.first + own).tolist(), int(room_B[own].max())
+                steps = generate(seen, prompts_BT, room, how.temperature, seed, rows=numbers, top_p=how.top_p)
+                open_B = np.ones(len(own), bool)
+                for at, drawn_B in enumerate(steps, length - 1):
+                    logprob_B = held[0].float().log_softmax(-1).gather(1, drawn_B[:, None])[:, 0]
+                    tokens_B, going = drawn_B.cpu().numpy(), own[open_B]
+                    tokens_BT1[going, at + 1], mask_BT[going, at] = tokens_B[open_B], True
+                    drawn_BT[going, at] = logprob_B.cpu().numpy()[open_B]
+                    open_B &= ~np.isin(tokens_B, ends) & (at + 2 - length < room_B[own])
+                    if self._stopped():
+                        raise Interrupted
+                    if not open_B.any():
+                        break
+        return replace(rows, tokens=tokens_BT1, loss_mask=mask_BT), drawn_BT
+
+    @contextmanager
+    def _timed(self, what: str) -> Any:
+        started = time.monotonic()
+        yield
+        self.seconds[what] += time.monotonic() - started
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """Tokens that the teacher reads within each row, and the student does not."""
+
+    at: int
+    """Tokens of the row before them: what a chat template begins with."""
+    tokens: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def put(self, rows: ShardRows) -> ShardRows:
+        """The teacher's rows: longer by these tokens, which do not count."""
+        size = len(rows)
+        between = np.broadcast_to(np.array(self.tokens, rows.tokens.dtype), (size, len(self)))
+        tokens = np.concatenate([rows.tokens[:, : self.at], between, rows.tokens[:, self.at :]], 1)
+        mask = np.concatenate([np.zeros((size, len(self)), rows.loss_mask.dtype), rows.loss_mask], 1)
+        return replace(rows, tokens=tokens, loss_mask=mask, segments=np.zeros(mask.shape, rows.segments.dtype))
+
+
+def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
+    """The tokens of a system prompt in the teacher's chat template, or of plain text of a beginning.
+
+    UsageError: the template does not put a system prompt before the same turns, or rows become too long.
+    """
+    tokenizer = teacher.tokenizer
+    if not has_prompts(data):
+        found = Inserted(0, tuple(tokenizer.encode(text, add_special_tokens=False)))
+    else:
+        turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, Masks("", data.seq_len), opening=True)
+        try:
+            longer = [{"role": "system", "content": text}, *turns]
+            whole, own = (encoder.prompt(Document("--teacher-system", messages=each)) for each in (longer, turns))
+        finally:
+            encoder.close()
+        at = next((place for place, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b), len(own))
+        size = len(whole) - len(own)
+        found = Inserted(at, tuple(whole[at : at + size]))
+        if size <= 0 or whole != [*own[:at], *found.tokens, *own[at:]]:
+            raise UsageError(
+                "--teacher-system: the chat template does not put a system prompt before the same turns (it may have "
+                "one of its own where none is given); write it into the data instead"
+            )
+    if not found.tokens:
+        raise UsageError("--teacher-system is empty; give a text, or leave it out")
+    teacher.check(data.seq_len + len(found), False)
+    return found
+
+
+class WrittenByStudent:
+    """A teacher that scores what a student writes; in everything else it is the teacher itself."""
+
+    def __init__(
+        self, teacher: Any, student: Student, policy: Mapping[str, Any], scored: int, more: Inserted | None = None
+    ) -> None:
+        self.teacher, self.student, self.policy, self.scored, self.more = teacher, student, policy, scored, more
+        self.writing: Writing | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.teacher, name)
+
+    def __str__(self) -> str:
+        return f"{self.teacher}, on what {self.policy['spec']} writes"
+
+    def write(self, how: Writing) -> None:
+        """Have the student continue prompts. UsageError: both end their texts by different tokens."""
+        self.writing = replace(how, policy=self.policy, end_tokens=common_ends(self.student, how, self.tokenizer))
+
+    def answers(self, settings: CacheSettings) -> ShardAnswers:
+        """The teacher's own, on the student's text."""
+        assert self.writing is not None
+        answers = RolloutAnswers(
+            self.student, self.writing, self.teacher.answers(settings), self.scored, more=self.more
+        )
+        if self.more is not None:
+            answers.logits = answers.examine = None  # which would see the student's rows
+        return answers
+
+
+def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text of either, of which one must be of both; log what of `generation_config` is not used.
+
+    UsageError: there is none: the teacher would give the student's end no probability, and end at another.
+    """
+    settings = getattr(student.model.model, "generation_config", None)
+    own = end_tokens(settings)
+    if own and not {*own} & {*how.end_tokens}:
+        raise UsageError(
+            f"the student's texts end with {named(own, tokenizer)} and the teacher's with "
+            f"{named(how.end_tokens, tokenizer)}: train it first on texts that the teacher wrote (--generate)"
+        )
+    unused = {} if settings is None else settings.to_diff_dict()
+    unused = {name: value for name, value in unused.items() if any(each in name for each in _SAMPLING.split("|"))}
+    if unused:
+        given = ", ".join(f"{name} {value}" for name, value in sorted(unused.items()))
+        log.info("the student's generation_config (%s) is not used: --gen-temperature and --gen-top-p are", given)
+    return tuple(sorted({*own, *how.end_tokens}))
+
+
+def written_by(
+    name: str, teacher: Any, device: torch.device, data: DataConfig, scored: int, system: str | None
+) -> WrittenByStudent:
+    """The teacher, with the student `name` (a run, a checkpoint, an export, a hub id) as the writer of its text.
+
+    UsageError: the student has another tokenizer, or cannot read sequences of this length.
+    """
+    model, place, checkpoint = open_student(name, device)
+    theirs = tokenizer_digest(teacher.tokenizer)
+    if place is None or digest_of(place) != theirs:
+        raise UsageError(
+            f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its tokens; "
+            "take a student of the teacher's tokenizer"
+        )
+    check_fits(model, name, data.seq_len, False)
+    size = min(model.vocab_size, teacher.vocab_size)
+    student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size, mode=teacher.mode).eval()
+    step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
+    policy = {"spec": name, "weights_digest": model_digest(model), "step": step, "round": 0, "attempt": 1}
+    more = None
+    if system is not None:
+        more = inserted(system, data, teacher)
+        policy["teacher_system"] = system
+    return WrittenByStudent(teacher, student, policy, scored, more)

@@ -1,0 +1,294 @@
+"""The student's own text: captured, in rounds, replayed, whatever happens meanwhile."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kdtrain as kd
+
+ENDS = [*range(0, 300, 20), 299]
+
+
+def content(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def writes(bench, distilled):
+    """The command's options, with a teacher that has several end tokens, and a student that asks for other draws."""
+    shutil.copytree(bench.root / "teacher", bench.root / "scorer")
+    (bench.root / "scorer" / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
+    shutil.copytree(bench.root / "run" / "student", bench.root / "exported")
+    asks = ("cache-teacher", "--teacher", "scorer", *bench.data, "--num-sequences", 12, "--validation-sequences", 4)
+    asks += ("--precision", "fp32", "--sequences-per-shard", 6, "--batch-size", 4, "--generate", "--seed", 3)
+    return (*asks, "--prompt-tokens", 8, "--max-new-tokens", 20)
+
+
+def test_a_student_writes_its_teacher_scores_and_both_log_probabilities_are_kept(bench, writes):
+    made = bench.run(*writes, "--top-k", 8, "--by", "exported", "--out", "own", "--json").json
+    assert made["format_version"] == 5 and sum(made["generated"]["train"].values()) > 12
+    cache = kd.Cache(bench.root / "own")
+    policy = cache.manifest.settings.data["generated"]["policy"]
+    assert policy["spec"] == "exported" and (policy["round"], policy["attempt"]) == (0, 1)
+    batch = cache["train"].read(range(12))
+    here = batch.loss_mask
+    assert not here[:, :7].any() and here[:, 7].all()
+    for folder, found in ("exported", batch.targets.policy), ("scorer", batch.targets.label_logprob):
+        model = AutoModelForCausalLM.from_pretrained(bench.root / folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logprobs = model(batch.tokens[:, :-1]).logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
+        atol = 1e-4 if folder == "exported" else 0.02  # the teacher's numbers are kept as codes
+        torch.testing.assert_close(found.view_as(here)[here], logprobs[here], rtol=0.01, atol=atol)
+    assert (batch.targets.policy.view_as(here)[~here] == 0).all()
+    for row, mask in zip(batch.tokens.numpy(), here.numpy(), strict=True):
+        written = row[1:][mask].tolist()
+        assert (written[-1] in ENDS or len(written) == 20) and not {*written[:-1]} & {*ENDS}
+    assert bench.run("verify", "own").ok()
+    assert "written by a student" in bench.run("inspect", "own").ok().stdout
+
+
+def test_a_killed_capture_of_a_students_text_ends_in_the_same_bytes(bench, writes):
+    asks = (*writes, "--by", "run")
+    bench.run(*asks, "--out", "whole").ok()
+    for point in ("cache.shard.after-batch:kill:3", "cache.before-finish:kill"):
+        assert bench.run(*asks, "--out", "killed", fault=point).code == -signal.SIGKILL
+    bench.run(*asks, "--out", "killed").ok()
+    assert content(bench.root / "killed") == content(bench.root / "whole")
+    assert kd.Cache(bench.root / "whole").manifest.settings.data["generated"]["policy"]["step"] in (4, 8)
+
+
+def test_what_a_students_generation_config_asks_of_draws_is_not_used_and_logged_once(bench, writes):
+    path, settings = bench.root / "exported" / "generation_config.json", {"top_k": 2, "repetition_penalty": 1.5}
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({**before, "do_sample": True, **settings}))
+    ended = bench.run(*writes, "--by", "exported", "--out", "asked").ok()
+    path.write_text(json.dumps(before))
+    bench.run(*writes, "--by", "exported", "--out", "plain").ok()
+    asked, plain = (kd.Cache(bench.root / name) for name in ("asked", "plain"))
+    assert (asked["train"].text(range(12))["tokens"] == plain["train"].text(range(12))["tokens"]).all()
+    assert ended.stderr.count("repetition_penalty 1.5, top_k 2) is not used") == 1
+
+
+def test_what_a_student_wrote_is_neither_merged_cut_nor_refined(bench, writes):
+    bench.run(*writes, "--by", "exported", "--out", "one").ok()
+    bench.run(*writes, "--by", "exported", "--out", "two", "--seed", 4).ok()
+    assert "is neither merged nor cut" in bench.run("merge", "one", "two", "--out", "sum").refusal()
+    assert "is neither merged nor cut" in bench.run("subset", "one", "--rows", "0:4", "--out", "cut").refusal()
+    refined = bench.run("cache-teacher", "--teacher", "scorer", "--refine", "one", "--out", "more")
+    assert "a student wrote its text" in refined.refusal()
+    assert (
+        "--by has no effect without --generate"
+        in bench.run(*("cache-teacher", "--teacher", "scorer", *bench.data, "--by", "run", "--out", "idle")).refusal()
+    )
+
+
+def test_a_cache_of_text_that_no_student_wrote_keeps_its_version_and_its_rows_are_checked(bench, writes):
+    assert kd.Cache(bench.root / "cache").manifest.settings.format_version == 3
+    assert "written" not in json.loads((bench.root / "cache" / "manifest.json").read_text())["codec"]
+    batch = kd.Cache(bench.root / "one")["train"].read(range(2))
+    assert {"policy"} == batch.fields().keys() - kd.Cache(bench.root / "cache")["train"].read([0]).fields().keys()
+    assert np.isfinite(batch.targets.policy.numpy()).all()
+
+
+ROUNDS = ("--on-policy", "--teacher", "teacher", "--data", "corpus", "--seq-len", 32, "--num-workers", 0)
+ROUNDS += ("--num-sequences", 30, "--validation-sequences", 4, "--prompt-tokens", 8, "--max-new-tokens", 10)
+ROUNDS += ("--round-rows", 12, "--rollout-batch-size", 6, "--cold-start", 1)
+"""Rounds of two steps, behind one on the text of the prompts."""
+
+
+@pytest.fixture(scope="module")
+def run(forks):
+    def run(out, *argv, world=1, fault=None, code=0, steps=7):
+        words = ("distill", "--student", "student.toml", "--out", out, *forks.eager, *forks.fast, "--steps", steps)
+        more = ("--checkpoint-freq", 1, "--eval-freq", 3, "--no-async-save")
+        ended = forks.launch(world, *words, *more, *argv, fault=fault)
+        assert ended[0].code == code, ended[0].stderr
+        return ended[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    return run("whole-run", *ROUNDS)
+
+
+def texts(forks, out):
+    """The tokens of each round of a run, by its name."""
+    folders = sorted((forks.root / out / "rollouts").glob("round-*"))
+    return {each.name: kd.Cache(each)["train"].text(range(12))["tokens"].tolist() for each in folders}
+
+
+def same_weights(forks, one, other):
+    mine, theirs = forks.tensors(one), forks.tensors(other)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def assert_same(forks, one, other):
+    """Equal checkpoints and losses; metrics.jsonl has times of writing besides."""
+    assert forks.differing(one, other) == []
+    losses = [[(line["step"], line["loss"]) for line in forks.metrics(out)] for out in (one, other)]
+    assert losses[0] == losses[1] and texts(forks, one) == texts(forks, other)
+
+
+def test_each_round_is_a_cache_by_the_weights_of_its_beginning(forks, whole):
+    assert [*texts(forks, "whole-run")] == ["round-0001", "round-0002", "round-0003"]
+    caches = [kd.Cache(forks.root / "whole-run" / "rollouts" / name) for name in texts(forks, "whole-run")]
+    policies = [each.manifest.settings.data["generated"]["policy"] for each in caches]
+    assert [(each["round"], each["attempt"], each["step"]) for each in policies] == [(1, 1, 1), (2, 1, 3), (3, 1, 5)]
+    assert len({each["weights_digest"] for each in policies}) == 3
+    assert forks.state("whole-run")["source"]["rounds"] == [[1, 1], [2, 1], [3, 1]]
+    cold, *lines = forks.metrics("whole-run")
+    assert "rollouts/round" not in cold and cold["loss"] == cold["ce"] and cold["kd"] == 0
+    assert [line["rollouts/round"] for line in lines] == [1, 1, 2, 2, 3, 3]
+    for number, line in enumerate(lines):
+        assert ("rollouts/length" in line) == (number % 2 == 0) and line["loss"] == line["kd"]
+    first = lines[0]
+    assert 0 < first["rollouts/overlap"] <= 1 and first["rollouts/held_out/reverse_kl_error"] > 0
+    batch = caches[0]["train"].read(range(12))
+    policy, mask = batch.targets.policy, batch.loss_mask.flatten()
+    assert first["rollouts/entropy"] == pytest.approx(-float(policy[mask].mean()), rel=1e-5)
+    forks.run("verify", "whole-run").ok()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "cache.shard.after-batch:kill:9",
+        "cache.manifest.before-rename:kill:4",
+        "train.after-step:kill:4",
+    ],
+)
+def test_a_run_that_is_killed_anywhere_ends_in_the_same_checkpoint(forks, run, whole, fault):
+    shutil.rmtree(forks.root / "killed-run", ignore_errors=True)
+    run("killed-run", *ROUNDS, fault=fault, code=-9)
+    run("killed-run", *ROUNDS)
+    assert_same(forks, "killed-run", "whole-run")
+
+
+def test_a_signal_in_a_capture_stops_between_two_decoding_steps_and_the_same_command_resumes(forks, run, whole):
+    stopped = run("stopped-run", *ROUNDS, fault="cache.shard.after-batch:term:8")
+    assert "stopped by SIGTERM after step 3" in stopped.stderr
+    assert not (forks.root / "stopped-run" / "rollouts" / "round-0002" / "manifest.json").exists()
+    run("stopped-run", *ROUNDS)
+    assert_same(forks, "stopped-run", "whole-run")
+
+
+def test_a_replay_is_the_run_bit_for_bit_and_with_another_loss_it_is_not(forks, run, whole):
+    run("replay", "--rollouts", "whole-run")
+    assert same_weights(forks, "replay", "whole-run")
+    losses = [[line["loss"] for line in forks.metrics(out)] for out in ("replay", "whole-run")]
+    assert losses[0] == losses[1] and not (forks.root / "replay" / "rollouts").exists()
+    run(
+        "other-loss", "--rollouts", "whole-run", "--divergence", "sampled-reverse-kl", code=1
+    )  # on this text it got worse
+    assert not same_weights(forks, "other-loss", "whole-run")
+    far = forks.run("distill", "--rollouts", "whole-run", "--student", "student.toml", "--out", "far", "--steps", 8)
+    assert far.code == 1 and "has no round 4" in far.stderr
+
+
+def test_a_rollback_leaves_the_round_it_is_in_and_begins_another_attempt_behind_it(forks, run, whole):
+    nan = "train.gradient:nan:4-5"
+    argv = ("--max-skips", 1)
+    run("back", *ROUNDS, *argv, fault=nan)
+    state = forks.state("back")
+    assert state["progress"]["rollbacks"] == 1 and state["source"]["attempt"] == 2
+    assert [*texts(forks, "back")] == ["round-0001", "round-0002", "round-0003-2", "round-0004-2", "round-0005-2"]
+    run("back-replay", "--rollouts", "back", *argv, fault=nan)
+    assert same_weights(forks, "back-replay", "back")
+    run("back-killed", *ROUNDS, *argv, fault=f"{nan},cache.shard.after-batch:kill:15", code=-9)
+    run("back-killed", *ROUNDS, *argv)
+    assert same_weights(forks, "back-killed", "back")
+
+
+def test_a_fork_continues_the_run_from_its_checkpoint(forks, run, whole):
+    checkpoint = next((forks.root / "whole-run" / "checkpoints").glob("step-*03"))
+    run("fork", "--rollouts", "whole-run", "--load", checkpoint)
+    assert same_weights(forks, "fork", "whole-run")
+
+
+def test_share_0_is_the_offline_run_and_half_of_it_mixes_both(forks, run):
+    fixed = ("--cache", "cache", "--top-k", 12)
+    run("offline", "--cache", "cache")
+    run("share-0", *ROUNDS, *fixed, "--rollout-share", 0)
+    assert same_weights(forks, "share-0", "offline") and not (forks.root / "share-0" / "rollouts").exists()
+    run("half", *ROUNDS, *fixed, "--rollout-share", 0.5, "--alpha", 0.25, "--cold-start", 1)
+    lines = forks.metrics("half")
+    assert "rollouts/round" not in lines[0] and [line["rollouts/round"] for line in lines[1:]] == [1, 1, 1, 1, 2]
+    for line in lines[1:]:  # alpha is 1 on what the student wrote
+        fixed_loss = 0.25 * line["kd"] + 0.75 * line["ce"]
+        assert line["loss"] != pytest.approx(fixed_loss, rel=1e-3)
+    run(
+        "half-again",
+        *ROUNDS,
+        *fixed,
+        "--rollout-share",
+        0.5,
+        "--alpha",
+        0.25,
+        "--cold-start",
+        1,
+        fault="train.after-step:kill:4",
+        code=-9,
+    )
+    run("half-again", *ROUNDS, *fixed, "--rollout-share", 0.5, "--alpha", 0.25, "--cold-start", 1)
+    assert_same(forks, "half-again", "half")
+
+
+def test_two_ranks_write_and_train_on_the_same_rounds(forks, run, whole):
+    run("ranks", *ROUNDS, "--micro-batch-size", 3, world=2)
+    one, two = texts(forks, "whole-run"), texts(forks, "ranks")
+    assert one["round-0001"] == two["round-0001"] and one.keys() == two.keys()
+    run("ranks-killed", *ROUNDS, "--micro-batch-size", 3, world=2, fault="cache.shard.after-batch:kill:4@0", code=-9)
+    run("ranks-killed", *ROUNDS, "--micro-batch-size", 3, world=2)
+    assert_same(forks, "ranks-killed", "ranks")
+
+
+def test_stale_rounds_stay_in_the_mix_and_a_round_that_grows_writes_more(forks, run):
+    run("stale", *ROUNDS, "--stale-rounds", 1, "--max-new-tokens", "4:12")
+    lengths = [line["rollouts/length"] for line in forks.metrics("stale") if "rollouts/length" in line]
+    assert lengths[0] <= 4 < lengths[1] <= 8 < lengths[2] <= 12
+    assert forks.state("stale")["source"]["rounds"] == [[1, 1], [2, 1], [3, 1]]
+
+
+def test_what_the_teacher_alone_sees_is_in_its_numbers_and_not_in_the_row(bench, writes):
+    asks = (*writes, "--by", "exported", "--top-k", 8)
+    bench.run(*asks, "--out", "sees", "--teacher-system", "Shout: ").ok()
+    bench.run(*asks, "--out", "blind").ok()
+    sees, blind = (kd.Cache(bench.root / name)["train"].read(range(12)) for name in ("sees", "blind"))
+    assert torch.equal(sees.tokens, blind.tokens) and torch.equal(sees.loss_mask, blind.loss_mask)
+    teacher = AutoModelForCausalLM.from_pretrained(bench.root / "scorer", dtype=torch.float32).eval()
+    prefix = torch.tensor(AutoTokenizer.from_pretrained(bench.root / "scorer").encode("Shout: ")).expand(12, -1)
+    with torch.no_grad():
+        logprobs = teacher(torch.cat([prefix, sees.tokens[:, :-1]], 1)).logits.log_softmax(-1)[:, prefix.shape[1] :]
+    wanted, here = logprobs.gather(-1, sees.tokens[:, 1:, None])[..., 0], sees.loss_mask
+    torch.testing.assert_close(sees.targets.label_logprob.view_as(here)[here], wanted[here], rtol=0.01, atol=0.02)
+    assert not torch.allclose(blind.targets.label_logprob.view_as(here)[here], wanted[here], atol=0.1)
+    chat = (
+        "--data",
+        "chat.jsonl",
+        "--seq-len",
+        96,
+        "--num-workers",
+        0,
+        "--num-sequences",
+        8,
+        "--validation-sequences",
+        4,
+    )
+    talk = ("cache-teacher", "--teacher", "scorer", *chat, "--generate", "--by", "exported", "--max-new-tokens", 8)
+    bench.run(*talk, "--out", "chat-sees", "--teacher-system", "Be brief.").ok()
+    assert kd.Cache(bench.root / "chat-sees").manifest.settings.data["generated"]["policy"]["teacher_system"]
+
+
+def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):
+    (forks.root / "scores.py").write_text("def score(prompt, answer, row):\n    return len(prompt) + row\n")
+    words = (*ROUNDS, "--score-with", "scores:score")
+    ended = run("collapsed", *words, "--on-collapse", "stop", "--lr", 1e-2, "--min-lr", 0, fault=None, code=1)
+    assert "--on-collapse stop ends the run here" in ended.stderr
+    assert json.loads((forks.root / "collapsed" / "result.json").read_text())["stop_reason"] == "collapse"
