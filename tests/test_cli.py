@@ -17,6 +17,7 @@ from typing import Literal
 import pytest
 
 from kdtrain import __main__, cli
+from kdtrain.cli.help import help_of
 from kdtrain.config import removed
 from kdtrain.config.commands import DistillConfig, EvaluateConfig
 from kdtrain.config.values import flag, option
@@ -102,7 +103,7 @@ def test_a_command_of_a_package_takes_several_arguments_and_any_annotation():
     assert config.shape == Shape(side=2.0)
     assert compared("--runs a b --side 1 --level auto --name None").level == "auto"
     assert compared("a --side 1 --level None --name x").shape.name == "x"
-    assert cli.help_of("compare", Compare).startswith("usage: compare RUNS ... --side X [OPTIONS]")
+    assert help_of("compare", Compare).startswith("usage: compare RUNS ... --side X [OPTIONS]")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_a_packages_command_takes_defaults_of_every_kind():
     assert drawn("--side 4").shape == Shape(side=4, name="square")
     assert drawn("--size 2 b").size == (2, "b")
     assert [drawn(line).bold for line in ("", "--bold", "--no-bold")] == [None, True, False]
-    text = cli.help_of("draw", Drawn)
+    text = help_of("draw", Drawn)
     assert "[1 2]" in text and "--[no-]bold" in text and "MISSING" not in text and "--area" not in text
     with pytest.raises(UsageError, match="--area: no such option"):
         drawn("--area 3")
@@ -181,11 +182,11 @@ def test_no_path_is_not_looked_for(tmp_path, monkeypatch):
 
 
 def test_help_shows_defaults_as_people_write_them_and_those_of_the_command():
-    text = " ".join(cli.help_of("kdtrain distill", DistillConfig, "all").split())
+    text = " ".join(help_of("kdtrain distill", DistillConfig, "all").split())
     assert re.search(r"--alpha-end [^\[]*\[0\]", text) and "0e+00" not in text
-    assert "[validation]" in cli.help_of("kdtrain evaluate", EvaluateConfig, "split")
+    assert "[validation]" in help_of("kdtrain evaluate", EvaluateConfig, "split")
     assert cli.parse("evaluate", ["--student", "s", "--data", "stdlib"]).data.split == "validation"
-    short = cli.help_of("kdtrain evaluate", EvaluateConfig)
+    short = help_of("kdtrain evaluate", EvaluateConfig)
     assert all(f"\n  {name} " in short for name in ("--student", "--cache", "--teacher", "--data"))
 
 

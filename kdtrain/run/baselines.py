@@ -14,6 +14,7 @@ from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, log
 from kdtrain.monitor.writers import Writers
 from kdtrain.training.sources.source import Source
+from kdtrain.training.state import Progress
 
 _MOST = 4_000_000
 """Tokens that the bigram is fitted on, at most."""
@@ -110,3 +111,26 @@ def _rows(reader: CacheReader, tokens: int) -> list[int]:
     each = max(1, tokens // reader.manifest.settings.seq_len // len(chosen))
     firsts = np.cumsum([0, *(shard["sequences"] for shard in shards)]).tolist()
     return [row for at in chosen for row in range(firsts[at], min(firsts[at] + each, firsts[at + 1]))]
+
+
+def log_outcome(progress: Progress, writers: Writers, plain: tuple[str, float] | None) -> None:
+    """Warn when a student ended worse than it began, or is no better than a student of plain cross-entropy.
+
+    plain: the name and the validation loss of the best of these on the same cache.
+    """
+    first, last, best = progress.first_loss, progress.last_loss, progress.best_loss
+    if first is None or last is None or best is None:
+        return
+    for name, own in progress.members.items():
+        began, ended = own["first_loss"], own["last_loss"]
+        if began is not None and ended is not None and ended > began:
+            text = f"the student ended worse than it began on {name}: validation loss {began:.4f}, now {ended:.4f}"
+            writers.warning("no-gain", progress.step, f"{text}; draw more of it", cache=name)
+    if last > first:
+        losses = f"validation loss {first:.4f}, at the end {last:.4f}; the export is of step {progress.best_step}"
+        text = f"the student ended worse than it began: {losses}, {best:.4f}"
+        writers.warning("no-gain", progress.step, text)
+    if plain is not None and best >= plain[1]:
+        other = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
+        text = f"the student's validation loss {best:.4f} is not below {other}"
+        writers.warning("no-gain", progress.step, text)

@@ -23,7 +23,7 @@ from kdtrain.monitor.facts import RESULT, alphas
 from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
-from kdtrain.run.baselines import baselines
+from kdtrain.run.baselines import baselines, log_outcome
 from kdtrain.run.folder import (
     TOKENIZER,
     changes,
@@ -586,20 +586,4 @@ class Run:
 
     def log_outcome(self) -> None:
         """Warn when the student ended worse than it began, or is no better than a student of plain cross-entropy."""
-        progress, writers = self.trainer.state.progress, self.trainer.writers
-        first, last, best = progress.first_loss, progress.last_loss, progress.best_loss
-        if first is None or last is None or best is None:
-            return
-        for name, own in progress.members.items():
-            began, ended = own["first_loss"], own["last_loss"]
-            if began is not None and ended is not None and ended > began:
-                text = f"the student ended worse than it began on {name}: validation loss {began:.4f}, now {ended:.4f}"
-                writers.warning("no-gain", progress.step, f"{text}; draw more of it", cache=name)
-        if last > first:
-            losses = f"validation loss {first:.4f}, at the end {last:.4f}; the export is of step {progress.best_step}"
-            text = f"the student ended worse than it began: {losses}, {best:.4f}"
-            writers.warning("no-gain", progress.step, text)
-        if (plain := self._plain()) is not None and best >= plain[1]:
-            other = f"{plain[1]:.4f}, that of plain cross-entropy on this cache in {plain[0]}"
-            text = f"the student's validation loss {best:.4f} is not below {other}"
-            writers.warning("no-gain", progress.step, text)
+        log_outcome(self.trainer.state.progress, self.trainer.writers, self._plain())
