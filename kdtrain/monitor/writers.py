@@ -137,8 +137,7 @@ class Writers:
 
     def _report_failures(self, step: int) -> None:
         for each in self.observers:
-            if (failure := each.failure()) is not None:
-                self.warning(failure[0], step, failure[1])
+            each.warn(lambda kind, text: self.warning(kind, step, text))
 
     def end_observers(self, step: int) -> None:
         """Give observers a few seconds for the last events."""

@@ -77,9 +77,8 @@ class Observer:
     def event(self, record: Mapping[str, Any]) -> None:
         """Called on rank 0 for each event, as events.jsonl has it, before it is written: the disk may be full."""
 
-    def failure(self) -> tuple[str, str] | None:
-        """Return the kind and the text of a warning of its own, if there is one; asked for after each step."""
-        return None
+    def warn(self, warning: Callable[[str, str], None]) -> None:
+        """Called on rank 0 after each step and at the end: `warning(kind, text)` logs what failed in the background."""
 
     def close(self) -> None:
         """Called on rank 0 at the end of a run whose logs were opened; what it does about events ends here."""

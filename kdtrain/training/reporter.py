@@ -114,19 +114,12 @@ class Reporter:
         total: planned steps of the run.
         reads_ahead: whether the training data is read while the step before computes.
         term: what the teacher's part of the loss is called; by default the divergence.
-        observers: get the events of the run.
     """
 
     def __init__(
-        self,
-        config: DistillConfig,
-        student: Student,
-        total: int,
-        reads_ahead: bool = True,
-        term: str | None = None,
-        observers: Sequence[Observer] = (),
+        self, config: DistillConfig, student: Student, total: int, reads_ahead: bool = True, term: str | None = None
     ) -> None:
-        self.config, self.student, self.total, self.observers = config, student, total, observers
+        self.config, self.student, self.total = config, student, total
         self.writers: Writers = SilentWriters(config.monitor)
         self.bar, self.rate = Bar("distill", total, every=math.inf), Throughput(total)
         self.init = ""
@@ -173,6 +166,7 @@ class Reporter:
         init: str,
         texts: Callable[[], list[dict[str, str]]] | None = None,
         samples: int = 0,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Open the run's logs and metrics; only rank 0 writes any.
 
@@ -182,10 +176,11 @@ class Reporter:
             init: where the student's weights come from, as in its spec.
             texts: continues prompts, as `sample_texts`; without it there are no samples.
             samples: entries drawn for a token of the targets.
+            observers: get the events of the run.
         """
         monitor = self.config.monitor
         if is_main():
-            self.writers = Writers(self.config.out, step, validated_step, monitor, self.observers)
+            self.writers = Writers(self.config.out, step, validated_step, monitor, observers)
             self.watches = True
         self.history = self._history(step + 1, samples)
         self.init, self.texts = init, texts

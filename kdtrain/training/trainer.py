@@ -84,7 +84,7 @@ class Trainer:
             student, optimizer, guards=guards, adaptive=adaptive, growing=getattr(train, "growing", None)
         )
         term = train.facts.term(config.objective.divergence)
-        self.reporter = Reporter(config, student, total_steps, train.overlaps, term, observers)
+        self.reporter = Reporter(config, student, total_steps, train.overlaps, term)
         self.checkpoints = Checkpoints(config, self.state, self.reporter, identity or {})
         self.saver, self.store = self.checkpoints.saver, self.checkpoints.store
         self.stepper = Stepper(
@@ -155,7 +155,14 @@ class Trainer:
         if tokenizer is not None:
             texts = partial(sample_texts, self.student, self.validation_source, tokenizer, self.config.seed)
         samples = self.stepper.source.facts.num_samples
-        self.reporter.open(progress.step, progress.validated_step, init=init, texts=texts, samples=samples)
+        self.reporter.open(
+            progress.step,
+            progress.validated_step,
+            init=init,
+            texts=texts,
+            samples=samples,
+            observers=self.stepper.observers,
+        )
         if is_main() and progress.step:
             with suppress(OSError, ValueError):
                 record = RunRecord.read(self.config.out)

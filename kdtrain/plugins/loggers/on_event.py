@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdtrain.training.observers import Observer
@@ -59,7 +59,7 @@ class EventCommand(Observer):
         except queue.Full:
             self._failures.append(f"{WAITING} events wait for it already; later ones are dropped")
 
-    def failure(self) -> tuple[str, str] | None:
+    def failure(self) -> str | None:
         """The first failure, once; else None.
 
         It does not name the command, which may hold a secret and is never written into a run.
@@ -67,8 +67,12 @@ class EventCommand(Observer):
         if not self._failures or self._reported:
             return None
         self._reported = True
-        text = f"--on-event: the command failed: {self._failures[0]}; the run is not affected, and this is logged once"
-        return "on-event", text
+        return f"--on-event: the command failed: {self._failures[0]}; the run is not affected, and this is logged once"
+
+    def warn(self, warning: Callable[[str, str], None]) -> None:
+        """Log the first failure."""
+        if (text := self.failure()) is not None:
+            warning("on-event", text)
 
     def close(self) -> None:
         """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""
