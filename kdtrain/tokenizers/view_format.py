@@ -22,7 +22,7 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, read_sealed, typed
 
 VERSION: Final = 3
-TEXT, SERVED, VIEWS = OWN = ("data", "served", "view")
+TEXT, SERVED, VIEWS, PROMPTS = OWN = ("data", "served", "view", "prompts")
 """The folders in a run of what it made: text or its view, a server's answers, the view of an online teacher's text."""
 CELL = np.dtype("<i4")
 _HEADER = 2**16

@@ -208,7 +208,7 @@ def test_a_rollback_leaves_the_round_it_is_in_and_begins_another_attempt_behind_
 
 def test_a_fork_continues_the_run_from_its_checkpoint(forks, run, whole):
     checkpoint = next((forks.root / "whole-run" / "checkpoints").glob("step-*03"))
-    run("fork", "--rollouts", "whole-run", "--load", checkpoint)
+    run("fork", "--rollouts", "whole-run", "--load", checkpoint, code=1)  # from its best checkpoint
     assert same_weights(forks, "fork", "whole-run")
 
 
@@ -269,7 +269,18 @@ def test_what_the_teacher_alone_sees_is_in_its_numbers_and_not_in_the_row(bench,
     wanted, here = logprobs.gather(-1, sees.tokens[:, 1:, None])[..., 0], sees.loss_mask
     torch.testing.assert_close(sees.targets.label_logprob.view_as(here)[here], wanted[here], rtol=0.01, atol=0.02)
     assert not torch.allclose(blind.targets.label_logprob.view_as(here)[here], wanted[here], atol=0.1)
-    chat = ("--data", "chat.jsonl", "--seq-len", 96, "--num-workers", 0, "--num-sequences", 8, "--validation-sequences", 4)
+    chat = (
+        "--data",
+        "chat.jsonl",
+        "--seq-len",
+        96,
+        "--num-workers",
+        0,
+        "--num-sequences",
+        8,
+        "--validation-sequences",
+        4,
+    )
     talk = ("cache-teacher", "--teacher", "scorer", *chat, "--generate", "--by", "exported", "--max-new-tokens", 8)
     bench.run(*talk, "--out", "chat-sees", "--teacher-system", "Be brief.").ok()
     assert kd.Cache(bench.root / "chat-sees").manifest.settings.data["generated"]["policy"]["teacher_system"]
