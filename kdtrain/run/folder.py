@@ -64,7 +64,7 @@ _MAY_LACK = {"data"}
 _TRIES = {"config", "dry_run", "write_config", "sanity"}
 """What a file to copy does not have."""
 
-_LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view)\.left-[0-9]+")
+_LEFT = re.compile(rf"{re.escape(LOCK)}|(data|view|prompts)\.left-[0-9]+")
 """Files, besides tokens and temporary ones, that an attempt leaves when it dies before it becomes a run."""
 _LINKS = ("checkpoints/best", "checkpoints/latest")
 """The links that a run makes."""

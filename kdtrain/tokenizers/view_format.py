@@ -22,8 +22,8 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import MEDIUM, file_digest, read_sealed, typed
 
 VERSION: Final = 3
-TEXT, VIEWS = "data", "view"
-OWN = (TEXT, "served", VIEWS)
+TEXT, VIEWS, PROMPTS = "data", "view", "prompts"
+OWN = (TEXT, "served", VIEWS, PROMPTS)
 """The folders in a run of what it made: text or its view, a server's answers, the view of an online teacher's text."""
 CELL = np.dtype("<i4")
 _HEADER = 2**16

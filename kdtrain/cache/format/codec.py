@@ -403,7 +403,7 @@ def decode(arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device 
         flat = rearrange(arrays[name], "n t ... -> (n t) ...")
         return torch.from_numpy(flat.astype(dtype, copy=False)).to(device)
 
-    targets = ARITHMETIC[spec.kind][1](rows, spec)
+    targets: Any = ARITHMETIC[spec.kind][1](rows, spec)
     return replace(targets, policy=rows(POLICY)) if spec.written else targets
 
 

@@ -1,6 +1,6 @@
 """The plan of a run in rounds: its prompts, its fixed text, who scores, and the rounds of another run for a replay.
 
-In the folder of a run: `rollouts/prompts`, a cache of bare tokens whose rows are the prompts of both splits;
+In the folder of a run: `prompts`, a cache of bare tokens whose rows are the prompts of both splits;
 `rollouts/rollouts.json`, the shape of the stream; and a cache a round.
 """
 
@@ -25,8 +25,8 @@ from kdtrain.config.choices import DIVERGENCES
 from kdtrain.config.sections import CodecConfig, TextConfig
 from kdtrain.data.order import batch as in_order
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import UsageError, log
-from kdtrain.files import publish_json, read_sealed, typed
+from kdtrain.errors import UsageError, log, writing
+from kdtrain.files import publish_json, read_sealed, set_aside, typed
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
@@ -38,14 +38,14 @@ from kdtrain.run.build_cache import build_prompts
 from kdtrain.run.data_plan import CachedData
 from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing, open_teacher
-from kdtrain.tokenizers.view_format import TEXT
+from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Facts, Source
 
-ROLLOUTS, PROMPTS, SHAPE = "rollouts", "prompts", "rollouts.json"
+ROLLOUTS, SHAPE = "rollouts", "rollouts.json"
 _SHARDS = 8
 """Shards of a round, at least, where it has so many batches: what a kill loses, and what ranks share."""
 _SCORED = 16
@@ -65,7 +65,8 @@ class ReplayedData(DataPlan):
 
     def __init__(self, request: PlanRequest) -> None:
         self.config, self.run = request.config, request.config.plugins["rounds"].rollouts
-        self.facts, self.shape, self.fixed = on_all(self._read)
+        self.known, self.shape, self.fixed = on_all(self._read)
+        self.facts = self.known
 
     def _read(self) -> tuple[Facts, Shape, dict[str, Source] | None]:
         path = self.run / ROLLOUTS / SHAPE
@@ -88,7 +89,7 @@ class ReplayedData(DataPlan):
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         text = LocalCache(self.run / TEXT)
         own: dict[str, Source] = {split: CachedSource(text[split]) for split in text}
-        sources = split_sources(self.config, self.facts, self.shape, self.run / ROLLOUTS, None, own, self.fixed)
+        sources = split_sources(self.config, self.known, self.shape, self.run / ROLLOUTS, None, own, self.fixed)
         return sources, own["validation"]
 
 
@@ -156,7 +157,7 @@ class RoundsData(DataPlan):
         given: CodecConfig = self.given
         if self.served:
             remote = self.config.remote
-            spec = replace(read_spec(self.config.teacher, "teachers"), kind=remote.teacher_kind, weights=None)
+            spec = replace(read_spec(str(self.config.teacher), "teachers"), kind=remote.teacher_kind, weights=None)
             self.teacher = open_teacher(spec, self.device, "fp32")
             if (given.top_k, given.num_samples, given.dense) != (0, None, False):
                 raise UsageError("with --teacher-server use --server-top-k, or --server-num-samples for samples")
@@ -208,12 +209,22 @@ class RoundsData(DataPlan):
         folder = config.out / ROLLOUTS
         asked = CacheTeacherConfig(
             teacher=str(config.teacher),
-            out=folder / PROMPTS,
+            out=config.out / PROMPTS,
             data=replace(config.data, document_mask=False),
             text=TextConfig(generate=True, prompt_tokens=given.prompt_tokens),
         )
-        on_main(lambda: build_prompts(asked, self.teacher))
-        prompts = LocalCache(folder / PROMPTS)
+
+        def build() -> None:
+            try:
+                build_prompts(asked, self.teacher)
+            except UsageError:
+                if resumed or own_data(asked.out) not in ("tokens", "nothing"):
+                    raise
+                set_aside(config.out, PROMPTS, "left")  # of an earlier attempt with other options
+                build_prompts(asked, self.teacher)
+
+        on_main(build)
+        prompts = LocalCache(asked.out)
         share = Fraction(str(given.rollout_share)).limit_denominator(1000)
         steps = given.round_steps
         if steps is None:
@@ -235,7 +246,6 @@ class RoundsData(DataPlan):
             given.teacher_system,
         ]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
-        on_main(lambda: publish_json(folder / SHAPE, {"identity": identity, "shape": asdict(shape)}, "rounds.shape"))
         if self.served:
             earlier = on_main(lambda: _teacher_of(folder))
             self.teacher.begin(earlier, False)
@@ -292,6 +302,7 @@ class RoundWriter:
         answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), _SCORED, stopped, self.more)
         if not answers.sharded:
             answers.logits = None  # whose fidelity is not measured each round
+        on_main(lambda: self._state_shape(folder.parent))
         log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
         splits = {"train": self._rows(number, "train", how), "validation": self._rows(number, "validation", how)}
         options: dict[str, Any] = {"tokenizer": self.prompts.folder / "tokenizer", "batch_size": how.batch_size}
@@ -306,6 +317,13 @@ class RoundWriter:
         parts = duration(whole), duration(seconds["writing"]), duration(seconds["scoring"]), more
         log.info(text, number, *parts, answers.apart)
         return spent | {"rollouts/logprob_difference": answers.apart}
+
+    def _state_shape(self, folder: Path) -> None:
+        """Write what a replay needs besides the rounds."""
+        if not (folder / SHAPE).exists():
+            with writing(folder):
+                folder.mkdir(exist_ok=True)
+            publish_json(folder / SHAPE, {"identity": self.facts.identity, "shape": asdict(self.shape)}, "rounds.shape")
 
     def _settings(self, number: int, attempt: int) -> tuple[CacheSettings, Writing]:
         """Those of a round by the student as it is."""

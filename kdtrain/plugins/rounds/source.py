@@ -91,6 +91,7 @@ class Fixed:
 
     def __init__(self, source: Source) -> None:
         self.source, self.facts = source, source.facts
+        self.reader = getattr(source, "reader", None)
         self.overlaps, self.repeatable, self.growing = (
             source.overlaps,
             source.repeatable,
@@ -163,9 +164,10 @@ class Rounds:
 
     def meet(self, student: Any, teacher: Any) -> None:
         """Hand both to who writes."""
-        for each in (self.writer, self.fixed):
-            if hasattr(each, "meet"):
-                each.meet(student, teacher)
+        if self.writer is not None:
+            self.writer.meet(student, teacher)
+        if self.fixed is not None:
+            meet_source(self.fixed, student, teacher)
 
     def taught_by(self, teacher: Any, device: Any) -> "Rounds":
         """Itself: what the teacher answered is in the rounds."""
@@ -264,8 +266,10 @@ class Rounds:
         targets = join([(each.loss_mask.numel(), each.targets) for each in parts])
         if targets is None:  # fixed text without a teacher, which the loss takes as a part
             targets = MixedTargets(((sum(each.loss_mask.numel() for each in parts), None),))
-        names = ("tokens", "loss_mask", "segments")
-        return Batch(*(torch.cat([getattr(each, name) for each in parts]) for name in names), targets)
+        tokens, mask, segments = (
+            torch.cat([getattr(each, name) for each in parts]) for name in ("tokens", "loss_mask", "segments")
+        )
+        return Batch(tokens, mask, segments, targets)
 
     def _part(self, number: int, rows: np.ndarray) -> Batch:
         if not number:
