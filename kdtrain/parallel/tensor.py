@@ -212,10 +212,10 @@ class _Cutting:
         return self._moved(inputs[0], Replicate(), self.stream()), *inputs[1:]
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Join the stream behind the last layer."""
+        """Join the stream behind the last layer; a copy, as FSDP2 hooks what a layer returns, which is no view."""
         if isinstance(output, tuple):
-            return self._moved(output[0], self.stream(), Replicate()), *output[1:]
-        return self._moved(output, self.stream(), Replicate())
+            return self._moved(output[0], self.stream(), Replicate()).clone(), *output[1:]
+        return self._moved(output, self.stream(), Replicate()).clone()
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Give a block all positions; the gradients of its parts are summed where it leaves."""

@@ -149,8 +149,8 @@ def test_compiled_ranks_that_add_up_and_clip_train_what_one_process_trains(ranks
 
 @pytest.fixture(scope="module")
 def whole(ranks):
-    """Runs of two ranks that nothing interrupts, by engine: `whole-ddp`, `whole-fsdp`."""
-    for how in (DDP, FSDP):
+    """Runs of two ranks that nothing interrupts, by engine: `whole-ddp`, `whole-fsdp`, and `whole-2` of tensor ranks."""
+    for how in (DDP, FSDP, TENSOR):
         ranks.ok(2, *RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"whole-{how[1]}")
         for log in ("train.log", "rank-00001.log"):
             assert "step 10/10" in (ranks.root / f"whole-{how[1]}" / log).read_text()
@@ -160,11 +160,12 @@ def whole(ranks):
 BROKEN = {
     FSDP: ("checkpoint.before-rename:kill:2@0", "train.after-micro-batch:kill:23@1", "checkpoint.write:kill:30000@1"),
     DDP: ("validate.batch:kill:2@1", "train.after-micro-batch:kill:23@0", "checkpoint.write:kill:30000@1"),
+    TENSOR: ("checkpoint.before-rename:kill:2@0", "train.after-micro-batch:kill:23@1"),
 }
 """Where a rank is killed in one start after the other: mid-save, in a validation, mid-step."""
 
 
-@pytest.mark.parametrize("how", BROKEN, ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("how", BROKEN, ids=["fsdp", "ddp", "tensor"])
 def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_same_bits(whole, how):
     out = f"killed-{how[1]}"
     command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", out)
@@ -179,12 +180,13 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_sa
     assert whole.differing(f"whole-{how[1]}", out) == []
 
 
-@pytest.mark.parametrize("how", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("how", [DDP, FSDP, TENSOR], ids=["ddp", "fsdp", "tensor"])
 def test_a_signal_to_one_rank_stops_all_and_the_same_command_resumes_bitwise(whole, how):
     command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"asked-{how[1]}")
     ended = whole.launch(2, *command, "--json", fault="train.after-micro-batch:term:10@1")
     assert [each.code for each in ended] == [0, 0], ended[0].stderr
-    assert (ended[0].json["stopped_by"], ended[0].json["step"], ended[1].stdout) == ("SIGTERM", 3, "")
+    step = 1 if how == TENSOR else 3  # tensor ranks take all six micro-batches of a step
+    assert (ended[0].json["stopped_by"], ended[0].json["step"], ended[1].stdout) == ("SIGTERM", step, "")
     whole.ok(2, *command)
     assert whole.differing(f"whole-{how[1]}", f"asked-{how[1]}") == []
 
@@ -203,6 +205,8 @@ SHAPES = {
     "2 fsdp to 2 ddp": ((2, FSDP), (2, DDP)),
     "2 ddp to 3 fsdp": ((2, DDP), (3, FSDP)),
     "1 to 2 fsdp": ((1, ()), (2, FSDP)),
+    "1 to 2 tensor": ((1, ()), (2, TENSOR)),
+    "2 tensor to 4 fsdp": ((2, TENSOR), (4, (*TENSOR, *FSDP, "--micro-batch-size", 1))),
 }
 
 
@@ -228,7 +232,7 @@ def test_a_checkpoint_of_one_number_of_ranks_resumes_with_another(whole, name):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("how", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("how", [DDP, FSDP, TENSOR], ids=["ddp", "fsdp", "tensor"])
 def test_nan_on_one_rank_is_skipped_by_all(ranks, how):
     command = (*RUN, *CACHED, "--micro-batch-size", 1, "--nan-hooks", "first")
     ranks.launch(1, *command, "--out", f"nan-alone-{how[1]}", fault="train.loss:nan:4")
