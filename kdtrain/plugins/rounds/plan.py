@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.distributed.tensor import DTensor
 
-from kdtrain.cache.format.codec import RANGE, SAMPLED_RANGE, SAMPLING, CodecSpec
+from kdtrain.cache.format.codec import SAMPLING, CodecSpec, stated_range
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
 from kdtrain.cache.format.names import SETTINGS, WRITTEN, holds_nothing
 from kdtrain.cache.read.reader import LocalCache
@@ -171,7 +171,7 @@ class RoundsData(DataPlan):
 
     def _facts(self, identity: str, tokenizer: Path | None) -> Facts:
         """Of the rollouts. UsageError: fixed text does not fit beside them."""
-        codec, span = self.codec, SAMPLED_RANGE if self.codec.num_samples else RANGE
+        codec, span = self.codec, stated_range(self.codec)
         theirs = self.teacher.tokenizer
         found = Facts(
             name=str(self.config.out / ROLLOUTS),
