@@ -82,6 +82,7 @@ bench: venv ## measure; writes benchmarks/results and benchmarks/figures
 torture: venv ## break caches and runs off, flip bits, attack; writes benchmarks/results/torture-*.json (two hours)
 	OMP_NUM_THREADS=1 $(PY) -m tests.torture.cache
 	OMP_NUM_THREADS=1 $(PY) -m tests.torture.run
+	OMP_NUM_THREADS=1 $(PY) -m tests.torture.tensor
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile --cold 20
 
 teacher: venv ## make the shipped teacher and its tokenizer again (hours)

@@ -1,0 +1,106 @@
+"""Do tensor ranks train what one process trains? Twenty steps of three micro-batches each, in every layout.
+
+`make torture`, or `python -m tests.torture.tensor`. Each layout of CPU ranks over gloo trains a Llama and a Qwen3
+shape, tied and untied, with SGD and with AdamW, from whole distributions at T = 2, beside the same steps in one process:
+losses within 1e-5, weights within 1e-6 under SGD and 1e-4 of their norm under AdamW, and weights that each tensor rank
+holds whole equal to the bit. The result is benchmarks/results/torture-tensor.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from kdtrain.testing import run_ranks, tiny_model
+
+STEPS, MICROS, VOCABULARY, CPU = 20, 3, 301, torch.device("cpu")
+LAYOUTS = {"tp 2": (2, 2, "ddp"), "tp 4": (4, 4, "ddp"), "tp 2 x dp 2": (4, 2, "ddp"), "tp 2 x fsdp 2": (4, 2, "fsdp")}
+"""Ranks, those of which compute a forward together, and how data ranks hold the parts."""
+
+
+def train(shape: str, tied: bool, optimizer: str, layout, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of the steps, and the weights after them."""
+    from kdtrain.models.head import split
+    from kdtrain.objective.loss import DistillationLoss
+    from kdtrain.parallel import parallelize, tensor
+    from kdtrain.training.student import Student
+    from tests.parallel.wrap_script import batch, whole
+
+    model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied, num_key_value_heads=4))
+    if layout.tensor_size > 1:
+        tensor.apply(model, layout, CPU, vocab_size=VOCABULARY, sequence=True)
+        if kind == "fsdp":
+            parallelize.shard(model, layout.mesh)
+    student = Student(model, DistillationLoss(alpha=0.9, temperature=2.0), vocab_size=300)
+    wrapped = parallelize.parallelize(student, kind if layout.data_size > 1 else "single", layout)
+    every = {getattr(each, "device_mesh", None): [] for each in model.parameters()}
+    for each in model.parameters():
+        every[getattr(each, "device_mesh", None)].append(each)
+    kinds = {
+        "sgd": lambda group: torch.optim.SGD(group, lr=0.1),
+        "adamw": lambda group: torch.optim.AdamW(group, lr=1e-3),
+    }
+    optimizers, losses, mine = [kinds[optimizer](group) for group in every.values()], [], MICROS * 2 // layout.data_size
+    for step in range(STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for number in range(mine):
+            with wrapped.micro_batch(last=number == mine - 1):
+                place = 6 * step + layout.data_rank * mine + number
+                output = wrapped(batch(place % 8), 100.0)  # from whose number its mask follows
+                output.loss.backward()
+            total += output.loss.detach()
+        parallelize.sum_over_tensor_ranks(model, layout)
+        losses.append(float(layout.sum(total)))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    for name in model.once if layout.tensor_size > 1 else ():
+        own = whole(model.get_parameter(name).detach())
+        bits = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(bits, own.contiguous())
+        assert all(torch.equal(each, own) for each in bits), name
+    return losses, {name: whole(each.detach()) for name, each in model.named_parameters()}
+
+
+def compare(name: str) -> None:
+    """Train in a layout and in one process, on each rank; rank 0 prints the distances."""
+    from kdtrain.parallel.layout import RankLayout
+    from kdtrain.ranks import process_group
+
+    torch.set_num_threads(1)
+    _, size, kind = LAYOUTS[name]
+    with process_group(CPU, 600):
+        layout = RankLayout.of_ranks(CPU, size)
+        for shape in ("llama", "qwen3"):
+            for tied in (True, False):
+                for optimizer in ("sgd", "adamw"):
+                    one, many = (train(shape, tied, optimizer, each, kind) for each in (RankLayout(), layout))
+                    loss = max(abs(a - b) for a, b in zip(one[0], many[0], strict=True))
+                    apart = [(many[1][each] - weight).norm() / weight.norm() for each, weight in one[1].items()]
+                    largest = max(float((many[1][each] - weight).abs().max()) for each, weight in one[1].items())
+                    found = {"loss": loss, "relative": float(max(apart)), "largest": largest}
+                    if dist.get_rank() == 0:
+                        print(json.dumps({"layout": name, "case": f"{shape} {tied} {optimizer}", **found}), flush=True)
+                    assert loss <= 1e-5, found
+                    assert largest <= 1e-6 if optimizer == "sgd" else found["relative"] <= 1e-4, found
+
+
+def main() -> None:
+    """Start the ranks of each layout, and keep what they print."""
+    if len(sys.argv) > 1:
+        compare(sys.argv[1])
+        return
+    from benchmarks.harness import RESULTS
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    for name, (world, *_) in LAYOUTS.items():
+        run_ranks(Path(__file__), world, name)
+        print(f"{name}: equal")
+    (RESULTS / "torture-tensor.json").write_text(json.dumps({"layouts": [*LAYOUTS], "steps": STEPS}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
