@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kdtrain.config import CacheTeacherConfig, DistillConfig
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
 from kdtrain.config.values import Conflicts, Options, flag, option, refuse
@@ -167,6 +168,22 @@ class RoundsConfig(CodecConfig):
 
 
 register_section("rounds", {"cache-teacher": WriterConfig, "distill": RoundsConfig})
+
+
+class Sampled:
+    """KL(q || p) from the tokens that the student drew, with --on-policy; a top-k makes it exact inside."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What the `Divergence` has, whose module needs torch."""
+        from kdtrain.plugins.rounds.loss import SAMPLED_REVERSE_KL
+
+        if name not in vars(SAMPLED_REVERSE_KL):
+            return getattr(SAMPLED_REVERSE_KL, name)
+        vars(self).update(vars(SAMPLED_REVERSE_KL))  # compiled code imports nothing
+        return vars(self)[name]
+
+
+DIVERGENCES.add(SAMPLED, Sampled(), Sampled)
 
 
 @register_observer("rounds")

@@ -3,10 +3,12 @@
 Of tokens drawn from the student, -log q is an estimate of its entropy, log q - log p of the reverse KL, and
 min(1, p / q) of the mass that both share: a round holds both numbers of each token. So a replay logs what the run did.
 
-Shape suffixes: n rows, T positions.
+StreamShape suffixes: n rows, T positions.
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,6 +111,7 @@ Score = Callable[[str, str, int], float]
 def load_score(name: str) -> Score:
     """The function that `--score-with` names. UsageError: there is none."""
     module, _, function = name.partition(":")
+    sys.path.append(os.getcwd())  # where a console script does not look
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

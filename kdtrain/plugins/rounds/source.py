@@ -49,7 +49,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class StreamShape:
     """Which places of the stream are of which round; `rollouts.json` of a run holds it."""
 
     rows: Annotated[int, Meta(ge=1, lt=STRIDE)]
@@ -134,7 +134,7 @@ class Rounds:
     def __init__(
         self,
         facts: Facts,
-        shape: Shape,
+        shape: StreamShape,
         folder: Path,
         *,
         seed: int,
