@@ -289,6 +289,6 @@ def test_what_the_teacher_alone_sees_is_in_its_numbers_and_not_in_the_row(bench,
 def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):
     (forks.root / "scores.py").write_text("def score(prompt, answer, row):\n    return len(prompt) + row\n")
     words = (*ROUNDS, "--score-with", "scores:score")
-    ended = run("collapsed", *words, "--on-collapse", "stop", "--lr", 1e-2, "--min-lr", 0, fault=None, code=1)
+    ended = run("collapsed", *words, "--on-collapse", "stop", "--gen-temperature", 0, "--max-new-tokens", 24, code=1)
     assert "--on-collapse stop ends the run here" in ended.stderr
     assert json.loads((forks.root / "collapsed" / "result.json").read_text())["stop_reason"] == "collapse"

@@ -128,6 +128,7 @@ class RoundsConfig(CodecConfig):
             "--hidden-loss": objective.hidden_loss != "none",
         }.items():
             refuse(given, f"{name} cannot be combined with {which}; leave one of them out")
+        refuse(len(config.cache) > 1, f"{which} mixes with one --cache; leave the others out")
         if self.on_policy:
             refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
             refuse(data.data is None, "--on-policy needs --data, whose prompts the student continues")

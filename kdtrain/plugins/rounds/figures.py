@@ -45,6 +45,7 @@ def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
         "length": float(lengths_n.mean()),
         "length_p95": float(np.quantile(lengths_n, 0.95)),
         "ended": reasons.count("stop") / len(reasons),
+        "room": float(cache.manifest.settings.data["generated"]["max_new_tokens"]),
         "repeated": repeated(whole["tokens"], mask_nT),
     }
     found |= _of_tokens(train)[0]
@@ -93,7 +94,9 @@ def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
 
 def beside_first(found: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
     """The numbers of a round with those of the first that they are compared with."""
-    return {**found, **{f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}}
+    beside = {f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}
+    beside["rollouts/first/length"] *= found["rollouts/room"] / first["rollouts/room"]  # as --max-new-tokens grows
+    return {**found, **beside}
 
 
 def refuse_collapse(found: Mapping[str, float]) -> None:

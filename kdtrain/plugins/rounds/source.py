@@ -91,12 +91,10 @@ class Fixed:
 
     def __init__(self, source: Source) -> None:
         self.source, self.facts = source, source.facts
-        self.reader = getattr(source, "reader", None)
-        self.overlaps, self.repeatable, self.growing = (
-            source.overlaps,
-            source.repeatable,
-            getattr(source, "growing", None),
-        )
+        self.overlaps, self.repeatable = source.overlaps, source.repeatable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
     def __len__(self) -> int:
         return len(self.source)
