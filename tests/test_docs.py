@@ -25,6 +25,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.rules import RULES
 from kdtrain.plugins.loggers.on_event import EVENTS
+from kdtrain.plugins.rounds import figures as figures  # which has rules of its own
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -42,7 +42,15 @@ _DATA_WAIT, _CLIPPED_SHARE, _GROWTH = 0.1, 0.1, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signs:
+class Logged:
+    """What a step logged."""
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """All of it, by the names of metrics.jsonl, for rules of plugins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs(Logged):
     """What the rules look at; None and empty where it is not known."""
 
     step: int
@@ -86,8 +94,6 @@ class Signs:
     """Step and loss, nats a token."""
     teacher_loss: float | None = None
     """The teacher's validation loss, nats a token."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """All that the last step logged, by the names of metrics.jsonl, for rules of plugins."""
 
     @classmethod
     def of(cls, folder: Path, record: RunRecord, now: float) -> "Signs":

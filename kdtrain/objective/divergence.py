@@ -92,7 +92,6 @@ def register_divergence(
     depends_on_temperature: bool = True,
     grows_with_temperature: bool = False,
     derivatives: Derivatives | None = None,
-    of_label: OfLabel | None = None,
     help: str = "",
 ) -> Callable[[F], F]:
     """Decorator: make a function the divergence that `--divergence NAME` takes.
@@ -107,14 +106,13 @@ def register_divergence(
         grows_with_temperature: whether T^2 times it grows with T without limit over whole distributions; if so, no T
             is sought there that makes the loss large.
         derivatives: value and gradients over whole distributions by hand, where autograd is slower.
-        of_label: the term of each row by the label that the student drew, over sparse targets (`Targets.policy`).
         help: its line in `--help`; by default the first of the docstring.
     """
     traits = [] if depends_on_temperature else [IGNORES_T]
     if grows_with_temperature:
         traits.append(GROWS_WITH_T)
     kinds = frozenset(accepts)
-    return DIVERGENCES.registers(name, help, lambda of: Divergence(of, kinds, parameter, derivatives, of_label), traits)
+    return DIVERGENCES.registers(name, help, lambda of: Divergence(of, kinds, parameter, derivatives), traits)
 
 
 def parse(text: str) -> tuple[str, float]:

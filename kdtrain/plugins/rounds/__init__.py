@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
@@ -128,6 +129,7 @@ class RoundsConfig(CodecConfig):
             "--hidden-loss": objective.hidden_loss != "none",
         }.items():
             refuse(given, f"{name} cannot be combined with {which}; leave one of them out")
+        refuse(len(config.cache) > 1, f"{which} mixes with one --cache; leave the others out")
         if self.on_policy:
             refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
             refuse(data.data is None, "--on-policy needs --data, whose prompts the student continues")
@@ -168,6 +170,22 @@ class RoundsConfig(CodecConfig):
 
 
 register_section("rounds", {"cache-teacher": WriterConfig, "distill": RoundsConfig})
+
+
+class Sampled:
+    """KL(q || p) from the tokens that the student drew, with --on-policy; a top-k makes it exact inside."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What the `Divergence` has, whose module needs torch."""
+        from kdtrain.plugins.rounds.loss import SAMPLED_REVERSE_KL
+
+        if name not in vars(SAMPLED_REVERSE_KL):
+            return getattr(SAMPLED_REVERSE_KL, name)
+        vars(self).update(vars(SAMPLED_REVERSE_KL))  # compiled code imports nothing
+        return vars(self)[name]
+
+
+DIVERGENCES.add(SAMPLED, Sampled(), Sampled)
 
 
 @register_observer("rounds")

@@ -3,10 +3,12 @@
 Of tokens drawn from the student, -log q is an estimate of its entropy, log q - log p of the reverse KL, and
 min(1, p / q) of the mass that both share: a round holds both numbers of each token. So a replay logs what the run did.
 
-Shape suffixes: n rows, T positions.
+StreamShape suffixes: n rows, T positions.
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +44,7 @@ def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
         "length": float(lengths_n.mean()),
         "length_p95": float(np.quantile(lengths_n, 0.95)),
         "ended": reasons.count("stop") / len(reasons),
+        "room": float(cache.manifest.settings.data["generated"]["max_new_tokens"]),
         "repeated": repeated(whole["tokens"], mask_nT),
     }
     found |= _of_tokens(train)[0]
@@ -90,7 +93,9 @@ def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
 
 def beside_first(found: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
     """The numbers of a round with those of the first that they are compared with."""
-    return {**found, **{f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}}
+    beside = {f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}
+    beside["rollouts/first/length"] *= found["rollouts/room"] / first["rollouts/room"]  # as --max-new-tokens grows
+    return {**found, **beside}
 
 
 def refuse_collapse(found: Mapping[str, float]) -> None:
@@ -108,6 +113,7 @@ Score = Callable[[str, str, int], float]
 def load_score(name: str) -> Score:
     """The function that `--score-with` names. UsageError: there is none."""
     module, _, function = name.partition(":")
+    sys.path.append(os.getcwd())  # where a console script does not look
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

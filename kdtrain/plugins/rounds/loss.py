@@ -20,10 +20,9 @@ Shape suffixes: R rows, H top-k entries.
 import torch
 from torch import Tensor
 
-from kdtrain.objective.divergence import register_divergence, reverse_kl
-from kdtrain.objective.statistics import Events, Statistics
+from kdtrain.objective.divergence import Divergence, reverse_kl
+from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.targets import SparseTargets, Supervision
-from kdtrain.plugins.rounds import SAMPLED
 
 LARGEST = 2.0
 """The weight at which it is truncated."""
@@ -53,12 +52,5 @@ def _of_label(statistics: Statistics, rows: Supervision) -> Tensor:
     return value_R + (moving_R - moving_R.detach())
 
 
-@register_divergence(
-    SAMPLED,
-    accepts=("sparse", "sampled"),
-    of_label=_of_label,
-    help="KL(q || p) from the tokens that the student drew, with --on-policy; a top-k makes it exact inside",
-)
-def sampled_reverse_kl(events: Events, parameter: float = 0.0) -> Tensor:
-    """KL(q || p) over events, [R] in nats."""
-    return reverse_kl(events)
+SAMPLED_REVERSE_KL = Divergence(reverse_kl, frozenset({"sparse", "sampled"}), of_label=_of_label)
+"""Over events, of which it is not computed, it is the reverse KL."""

@@ -31,17 +31,17 @@ from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
 from kdtrain.plugins.rounds.figures import load_score, show_texts
-from kdtrain.plugins.rounds.source import Fixed, Rounds, Shape
+from kdtrain.plugins.rounds.source import Fixed, Rounds, StreamShape
 from kdtrain.plugins.rounds.writing import Interrupted, RolloutAnswers, common_ends, inserted
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import build_prompts
-from kdtrain.run.data_plan import CachedData
 from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing, open_teacher
 from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.cache import CachedSource
+from kdtrain.training.sources.cached import CachedData
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Facts, Source
 
@@ -68,11 +68,11 @@ class ReplayedData(DataPlan):
         self.known, self.shape, self.fixed = on_all(self._read)
         self.facts = self.known
 
-    def _read(self) -> tuple[Facts, Shape, dict[str, Source] | None]:
+    def _read(self) -> tuple[Facts, StreamShape, dict[str, Source] | None]:
         path = self.run / ROLLOUTS / SHAPE
         try:
             record = read_sealed(path)
-            shape, identity = typed(record["shape"], Shape), typed(record["identity"], str)
+            shape, identity = typed(record["shape"], StreamShape), typed(record["identity"], str)
             first = next(iter(sorted((self.run / ROLLOUTS).glob("round-*/manifest.json")))).parent
         except (OSError, KeyError, StopIteration):
             raise UsageError(
@@ -102,7 +102,7 @@ def on_all(action: Any) -> Any:
 def split_sources(
     config: Any,
     facts: Facts,
-    shape: Shape,
+    shape: StreamShape,
     folder: Path,
     writer: Any,
     text: dict[str, Source],
@@ -207,7 +207,7 @@ class RoundsData(DataPlan):
             assert self.fixed is not None
             return {split: Fixed(each) for split, each in self.fixed.items()}, rows
         folder = config.out / ROLLOUTS
-        asked = CacheTeacherConfig(
+        prompting = CacheTeacherConfig(
             teacher=str(config.teacher),
             out=config.out / PROMPTS,
             data=replace(config.data, document_mask=False),
@@ -216,20 +216,20 @@ class RoundsData(DataPlan):
 
         def build() -> None:
             try:
-                build_prompts(asked, self.teacher)
+                build_prompts(prompting, self.teacher)
             except UsageError:
-                if resumed or own_data(asked.out) not in ("tokens", "nothing"):
+                if resumed or own_data(prompting.out) not in ("tokens", "nothing"):
                     raise
                 set_aside(config.out, PROMPTS, "left")  # of an earlier attempt with other options
-                build_prompts(asked, self.teacher)
+                build_prompts(prompting, self.teacher)
 
         on_main(build)
-        prompts = LocalCache(asked.out)
+        prompts = LocalCache(prompting.out)
         share = Fraction(str(given.rollout_share)).limit_denominator(1000)
         steps = given.round_steps
         if steps is None:
             steps = max(1, round(Fraction(given.round_rows) / (share * config.batch_size)))
-        shape = Shape(
+        shape = StreamShape(
             rows=given.round_rows,
             sequences=steps * config.batch_size,
             cold=given.cold_start * config.batch_size,
@@ -263,7 +263,7 @@ def _teacher_of(folder: Path) -> dict[str, Any] | None:
 class RoundWriter:
     """Writes the rounds of a run: `source.Writer`."""
 
-    def __init__(self, data: RoundsData, prompts: LocalCache, shape: Shape, facts: Facts) -> None:
+    def __init__(self, data: RoundsData, prompts: LocalCache, shape: StreamShape, facts: Facts) -> None:
         self.data, self.prompts, self.shape, self.facts = data, prompts, shape, facts
         self.config, self.given, self.teacher = data.config, data.given, data.teacher
         self.ended = time.monotonic()

@@ -49,7 +49,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class StreamShape:
     """Which places of the stream are of which round; `rollouts.json` of a run holds it."""
 
     rows: Annotated[int, Meta(ge=1, lt=STRIDE)]
@@ -91,12 +91,10 @@ class Fixed:
 
     def __init__(self, source: Source) -> None:
         self.source, self.facts = source, source.facts
-        self.reader = getattr(source, "reader", None)
-        self.overlaps, self.repeatable, self.growing = (
-            source.overlaps,
-            source.repeatable,
-            getattr(source, "growing", None),
-        )
+        self.overlaps, self.repeatable = source.overlaps, source.repeatable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -134,7 +132,7 @@ class Rounds:
     def __init__(
         self,
         facts: Facts,
-        shape: Shape,
+        shape: StreamShape,
         folder: Path,
         *,
         seed: int,

@@ -12,7 +12,7 @@ The settings of sampling in a model's `generation_config` are not used.
 What it gives up: the keys of rows that have ended are computed until all of their length have; prompts of many lengths
 make many small batches; the answers of a batch are encoded before the next one is written.
 
-Shape suffixes: B rows, T positions, N tokens.
+StreamShape suffixes: B rows, T positions, N tokens.
 """
 
 import hashlib

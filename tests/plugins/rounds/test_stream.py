@@ -8,7 +8,7 @@ from kdtrain.data.order import Order
 from kdtrain.errors import RunError
 from kdtrain.monitor.rules import RULES, Signs, findings
 from kdtrain.plugins.rounds.figures import refuse_collapse, repeated
-from kdtrain.plugins.rounds.source import STRIDE, Rounds, Shape
+from kdtrain.plugins.rounds.source import STRIDE, Rounds, StreamShape
 from kdtrain.plugins.rounds.writing import Inserted
 from kdtrain.training.sources.source import Facts
 
@@ -26,7 +26,7 @@ class Text:
 
 def rounds(tmp_path, **shape):
     usual = {"rows": 12, "sequences": 24, "cold": 0, "stale": 0, "share": "1"}
-    shape = Shape(**usual | shape)
+    shape = StreamShape(**usual | shape)
     fixed = Text() if shape.share != "1" or shape.cold else None
     return Rounds(FACTS, shape, tmp_path, seed=3, writer=None, fixed=fixed)
 
