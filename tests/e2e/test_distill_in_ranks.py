@@ -149,7 +149,7 @@ def test_compiled_ranks_that_add_up_and_clip_train_what_one_process_trains(ranks
 
 @pytest.fixture(scope="module")
 def whole(ranks):
-    """Runs of two ranks that nothing interrupts, by engine: `whole-ddp`, `whole-fsdp`, `whole-2` of tensor ranks."""
+    """Runs of two ranks that nothing interrupts: `whole-ddp`, `whole-fsdp`, and `whole-2` of tensor ranks."""
     for how in (DDP, FSDP, TENSOR):
         ranks.ok(2, *RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"whole-{how[1]}")
         for log in ("train.log", "rank-00001.log"):

@@ -1,7 +1,7 @@
 """Do tensor ranks train what one process trains? Twenty steps of three micro-batches each, in every layout.
 
 `make torture`, or `python -m tests.torture.tensor`. Each layout of CPU ranks over gloo trains a Llama and a Qwen3
-shape, tied and not, with SGD and with AdamW, from whole distributions at T = 2, beside the same steps in one process:
+shape, tied and untied, with SGD and with AdamW, from whole distributions at T = 2, beside the same in one process:
 losses within 1e-5, weights within 1e-6 under SGD and 1e-4 of their norm under AdamW, and weights that each tensor rank
 holds whole equal to the bit. The result is benchmarks/results/torture-tensor.json.
 """

@@ -172,7 +172,7 @@ class RoundsConfig(CodecConfig):
 register_section("rounds", {"cache-teacher": WriterConfig, "distill": RoundsConfig})
 
 
-class Sampled:
+class DrawnTokens:
     """KL(q || p) from the tokens that the student drew, with --on-policy; a top-k makes it exact inside."""
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +185,7 @@ class Sampled:
         return vars(self)[name]
 
 
-DIVERGENCES.add(SAMPLED, Sampled(), Sampled)
+DIVERGENCES.add(SAMPLED, DrawnTokens(), DrawnTokens)
 
 
 @register_observer("rounds")

@@ -29,8 +29,7 @@ from torch import Tensor
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import POLICY
-from kdtrain.cache.write.answers import Encode, ShardAnswers
-from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.formats import Document
