@@ -191,7 +191,7 @@ def test_sections_are_plain_values_by_section():
     table = sections(distill(micro_batch_size=4, batch_size=8))
     assert list(table) == [
         *("run", "data", "objective", "optimizer", "lora", "precision", "quantization", "guards"),
-        *("stopping", "checkpoint", "monitor", "parallel", "collect", "server"),
+        *("stopping", "checkpoint", "monitor", "parallel", "collect", "rounds", "server"),
     ]
     assert table["run"]["out"] == "o"
     assert table["run"]["epochs"] is None

@@ -57,10 +57,16 @@ def _check_lengths(given: str) -> None:
 class RoundsConfig(CodecConfig):
     """Train on what the student writes, in rounds (docs/on-policy.md); --top-k, --num-samples and --dense as there."""
 
-    on_policy: bool = option(False, brief=True)
+    on_policy: bool = False
     """Train on the student's own text; each round it continues prompts of --data, and --teacher scores them."""
-    rollouts: Path | None = option(None, once=True, reads="saved", brief=True)
+    rollouts: Path | None = option(None, once=True, reads="saved")
     """Train on the rounds that a run with --on-policy wrote; in their order, without a teacher."""
+    top_k: int = option(0, least=0)
+    """The most likely entries of each of the teacher's distributions, stored exactly in a round."""
+    num_samples: int | None = option(None, least=0)
+    """Samples from the rest, stored in a round; 50 without --top-k, else none."""
+    dense: bool = False
+    """Store whole distributions in a round instead."""
     round_rows: int = option(2048, least=1, needs="on_policy")
     """Prompts that the student continues in a round."""
     round_steps: int | None = option(None, least=1, needs="on_policy")
