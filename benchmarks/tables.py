@@ -24,7 +24,7 @@ from benchmarks.science.quality_tables import markdown
 GPU = RESULTS / "gpu"
 DOCS, HERE = ROOT / "docs", ROOT / "benchmarks"
 PAGES: dict[str, Sequence[Path]] = {
-    "objective": [DOCS / "objective.md"],
+    "objective": [DOCS / "objective.md", HERE / "performance" / "OBJECTIVE.md"],
     "quality": [DOCS / "quality.md", HERE / "science" / "QUALITY.md"],
     "prune": [DOCS / "prune.md"],
     "lora": [HERE / "lora.md"],

@@ -37,6 +37,9 @@ class WriterConfig(Options):
     def check(self, config: CacheTeacherConfig) -> None:
         """UsageError: nothing is written."""
         refuse(self.writes and not config.text.generate, "--by has no effect without --generate; add it")
+        refuse(
+            self.writes and config.remote is not None, "--by needs a teacher that runs here; leave --teacher-server out"
+        )
 
     def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
         """The teacher of a capture, with the student as its writer. UsageError: they do not fit together."""
@@ -138,6 +141,8 @@ class RoundsConfig(CodecConfig):
         refuse(len(config.cache) > 1, f"{which} mixes with one --cache; leave the others out")
         if self.on_policy:
             refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
+            here = config.remote is None and config.teacher != "self"
+            refuse(not here, "--on-policy needs a teacher of its own that runs here; name a model with --teacher")
             refuse(data.data is None, "--on-policy needs --data, whose prompts the student continues")
             mixes = self.rollout_share < 1
             text = f"--rollout-share {self.rollout_share:g} mixes with --cache; give one, or leave it out"

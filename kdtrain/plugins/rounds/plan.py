@@ -16,7 +16,7 @@ import numpy as np
 from torch.distributed.tensor import DTensor
 
 from kdtrain.cache.format.codec import SAMPLING, CodecSpec, stated_range
-from kdtrain.cache.format.manifest import CacheSettings, read_manifest
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import SETTINGS, WRITTEN, holds_nothing
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.write.writer import write_cache
@@ -28,7 +28,6 @@ from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, log, writing
 from kdtrain.files import publish_json, read_sealed, set_aside, typed
 from kdtrain.models.loading import model_digest
-from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
 from kdtrain.plugins.rounds.figures import load_score, show_texts
 from kdtrain.plugins.rounds.source import Fixed, Rounds, StreamShape
@@ -36,7 +35,7 @@ from kdtrain.plugins.rounds.writing import Interrupted, RolloutAnswers, common_e
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import build_prompts
 from kdtrain.tables import duration
-from kdtrain.teaching.teacher import Writing, open_teacher
+from kdtrain.teaching.teacher import Writing
 from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
@@ -140,7 +139,6 @@ class RoundsData(DataPlan):
         data = replace(config.data, document_mask=False)  # a rollout is a row of its own
         self.text = replace(request, config=replace(config, data=data)).next()
         self.teacher: Any = request.teacher
-        self.served = request.teacher is None
         self.fixed = None if not config.cache else on_all(lambda: CachedData(config, config.cache).sources)
         if not self.given.rollout_share:
             assert self.fixed is not None, "check has refused it"
@@ -153,18 +151,8 @@ class RoundsData(DataPlan):
         self.text.refuse_no_rows()
 
     def _codec(self) -> CodecSpec:
-        """What is kept of the teacher. UsageError: no server has it."""
+        """What is kept of the teacher. UsageError: it has not so many entries."""
         given: CodecConfig = self.given
-        if self.served:
-            remote = self.config.remote
-            spec = replace(read_spec(str(self.config.teacher), "teachers"), kind=remote.teacher_kind, weights=None)
-            self.teacher = open_teacher(spec, self.device, "fp32")
-            if (given.top_k, given.num_samples, given.dense) != (0, None, False):
-                raise UsageError("with --teacher-server use --server-top-k, or --server-num-samples for samples")
-            given = remote.capture(self.config, out=self.config.out).codec
-            self.teacher.connect(remote, given)
-            self.teacher.load()
-            self.teacher.check(self.config.data.seq_len, False)
         if given.top_k > self.teacher.vocab_size:
             raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {self.teacher.vocab_size}")
         return replace(CodecSpec.requested(given, self.teacher.vocab_size), written=True)
@@ -246,18 +234,9 @@ class RoundsData(DataPlan):
             given.teacher_system,
         ]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
-        if self.served:
-            earlier = on_main(lambda: _teacher_of(folder))
-            self.teacher.begin(earlier, False)
         facts = self._facts(identity, prompts.folder / "tokenizer")
         writer = RoundWriter(self, prompts, shape, facts)
         return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
-
-
-def _teacher_of(folder: Path) -> dict[str, Any] | None:
-    """The identity of the teacher of the first round; None: there is none yet."""
-    found = sorted(folder.glob("round-*/manifest.json"))
-    return read_manifest(found[0].parent).settings.teacher if found else None
 
 
 class RoundWriter:
