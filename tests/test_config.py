@@ -9,6 +9,7 @@ import pytest
 
 from kdtrain import cli
 from kdtrain.config import cache_commands, commands
+from kdtrain.config import sections as section_kinds
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.commands import DistillConfig, EvaluateConfig, InspectConfig
 from kdtrain.config.sections import (
@@ -23,7 +24,6 @@ from kdtrain.config.sections import (
     QuantizationConfig,
 )
 from kdtrain.config.values import configured, fields_of, flag, option, refuse_value, sections
-from kdtrain.config.values import sections as section_kinds
 from kdtrain.errors import UsageError
 
 PACKAGE = Path(section_kinds.__file__).parent

@@ -36,8 +36,8 @@ _RESUMING = ("cache-teacher", "distill")
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Read by transformers when it is imported, which commands without a model do not wait for."""
 _ORDER = (
-    *("demo", "cache-teacher", "distill", "evaluate", "generate", "chat", "inspect", "verify", "merge", "subset"),
-    *("export", "sweep", "compare", "plot", "completion"),
+    *("demo", "cache-teacher", "distill", "evaluate", "generate", "chat", "inspect", "verify", "export"),
+    *("sweep", "compare", "plot", "completion"),
 )
 """The order in which commands are listed, those of a plugin among them; others follow."""
 _NARROWEST = 40

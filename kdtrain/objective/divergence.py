@@ -100,7 +100,8 @@ def register_divergence(
 
     Args:
         name: as users write it; with a `parameter` also as NAME:NUMBER.
-        accepts: kinds of targets it can be computed from: sparse, dense, sampled.
+        accepts: kinds of targets it can be computed from: sparse, dense, sampled; with drawn it also needs the draws of
+            the student.
         parameter: the default of its number, between 0 and 1; None for a divergence that takes none.
         depends_on_temperature: whether T^2 times it depends on T; if not, no T can be learned with it.
         grows_with_temperature: whether T^2 times it grows with T without limit over whole distributions; if so, no T
@@ -205,7 +206,8 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
     if dense:
         kind = "dense"
     if kind not in DIVERGENCES.get(name).accepts:
-        able = ", ".join(each for each, entry in DIVERGENCES.entries.items() if kind in entry.accepts)
+        fitting = (each for each, entry in DIVERGENCES.entries.items() if {kind, "drawn"} & entry.accepts == {kind})
+        able = ", ".join(fitting)  # but one of drawn tokens, which this text may lack
         sources = {
             "sparse": "a cache built with --top-k and without --num-samples",
             "dense": "a dense cache (cache-teacher --dense) or an online --teacher",

@@ -20,12 +20,11 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig
 from kdtrain.config.values import sections
 from kdtrain.errors import UsageError
-from kdtrain.files import publish_json, temporary_name
+from kdtrain.files import make_writable, publish_json, temporary_name
 from kdtrain.run.folder import (
     claim_folder,
     deciding,
     launch,
-    make,
     refuse_changes,
     restarted,
     to_toml,
@@ -59,7 +58,7 @@ def test_a_folder_that_is_missing_or_empty_is_free_and_nothing_is_made_yet(tmp_p
     assert not (tmp_path / "a").exists()
     (tmp_path / "empty").mkdir()
     assert claim_folder(config_of(tmp_path / "empty")) is False
-    make(tmp_path / "a" / "b")
+    make_writable(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
 
 

@@ -12,7 +12,9 @@ OTHERS = [
     (name, rule)
     for name, entry in DIVERGENCES.entries.items()
     for rule in ("dense", "ghost", "drop", "renormalize")
-    if name != "forward-kl" and ("dense" if rule == "dense" else "sparse") in entry.accepts
+    if name != "forward-kl"
+    and "drawn" not in entry.accepts
+    and ("dense" if rule == "dense" else "sparse") in entry.accepts
 ]
 EVERY = [*(("forward-kl", rule) for rule in RULES), *OTHERS]
 """Divergence and kind of targets, all that go together."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.choices import DIVERGENCES
+from kdtrain.config.choices import DIVERGENCES, PLANS
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
@@ -197,6 +197,16 @@ class DrawnTokens:
 
 
 DIVERGENCES.add(SAMPLED, DrawnTokens(), DrawnTokens)
+
+
+def rounds(request: Any) -> Any:
+    """Return the plan of a run on the student's own text, whose module needs torch."""
+    from kdtrain.plugins.rounds import plan
+
+    return plan.rounds(request)
+
+
+PLANS.add("rounds", rounds, rounds)
 
 
 @register_observer("rounds")

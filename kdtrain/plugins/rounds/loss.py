@@ -52,5 +52,5 @@ def _of_label(statistics: Statistics, rows: Supervision) -> Tensor:
     return value_R + (moving_R - moving_R.detach())
 
 
-SAMPLED_REVERSE_KL = Divergence(reverse_kl, frozenset({"sparse", "sampled"}), of_label=_of_label)
+SAMPLED_REVERSE_KL = Divergence(reverse_kl, frozenset({"sparse", "sampled", "drawn"}), of_label=_of_label)
 """Over events, of which it is not computed, it is the reverse KL."""

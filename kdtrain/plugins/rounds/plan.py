@@ -41,7 +41,7 @@ from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.cached import CachedData
-from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
+from kdtrain.training.sources.plan import DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 ROLLOUTS, SHAPE = "rollouts", "rollouts.json"
@@ -53,7 +53,6 @@ _STREAM = 7
 """Of the order of the prompts, apart from those of the training."""
 
 
-@register_plan("rounds")
 def rounds(request: PlanRequest) -> DataPlan:
     """The text that the student writes, or that another run's student wrote."""
     return (RoundsData if request.config.plugins["rounds"].on_policy else ReplayedData)(request)
