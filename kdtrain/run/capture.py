@@ -252,7 +252,12 @@ def computed_bytes(codec: CodecSpec) -> float:
 def capturing(
     run: DistillConfig, student: ModelSpec, device: torch.device, config: CacheTeacherConfig
 ) -> Callable[[Ordered], None]:
-    """How a run has a teacher's answers cached in its own folder, while it reads them (`PlanRequest.capturing`)."""
+    """Return how a run has a teacher's answers cached in its own folder, while it reads them (`PlanRequest.capturing`).
+
+    UsageError: tensor ranks, with which it was not tried; another run in the folder; a divergence without targets.
+    """
+    if run.parallel.tensor_parallel > 1:
+        raise UsageError("--tensor-parallel cannot be used with a cache that is made while training; make it first")
     on_main(lambda: _refuse_moving(run))
     objective, codec = run.objective, config.codec
     if objective.distils:  # several ranks capture all before they train

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import LoraConfig, ObjectiveConfig, ParallelConfig, PrecisionConfig
@@ -12,6 +13,7 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import tensor
 from kdtrain.parallel.memory_plan import GIB, USABLE, Job, ModelFootprint, choose, estimated
 from kdtrain.parallel.memory_plan import MemoryPlan as Plan
+from kdtrain.run.capture import capturing
 from kdtrain.testing import SHAPES
 
 
@@ -270,6 +272,12 @@ def test_what_tensor_ranks_are_not_made_for_is_refused_by_name(options, spec, fo
     given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=parallel, **options)
     with pytest.raises(UsageError, match=f"^--tensor-parallel 2 cannot be used with .*{words}"):
         tensor.refuse_with(given, student, 300, dense, formats)
+
+
+def test_a_cache_that_is_made_while_tensor_ranks_train_is_refused():
+    given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=ParallelConfig(tensor_parallel=2))
+    with pytest.raises(UsageError, match=r"^--tensor-parallel cannot be used with a cache that is made"):
+        capturing(given, ModelSpec(name="s", source="s"), torch.device("cpu"), None)
 
 
 def test_a_part_of_a_model_is_what_a_tensor_rank_has_of_it():

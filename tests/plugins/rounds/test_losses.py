@@ -134,7 +134,7 @@ def test_the_mean_of_drawn_gradients_is_that_of_the_reverse_kl_at_fixed_prefixes
         assert apart(stale, exact(z, p, then, reverse=True)) > 4
 
 
-def test_the_mean_of_drawn_gradients_is_that_of_the_forward_kl_whoever_drew_the_tokens():
+def test_gradients_from_samples_have_the_mean_of_the_forward_kl_for_tokens_of_any_policy():
     z, p = 2 * table(0), table(5)
     for nats in (0.0, 0.5):
         then = moved(z, nats)
