@@ -1,18 +1,25 @@
 """Alpha, the teacher's weight in the loss: fixed, scheduled, or by withheld text (`--alpha auto`).
 
 Labels that are read for the first time show how far the teacher is right; labels that were read before show little, and
-teach little. So auto takes text that nothing trains on, with its labels y, the teacher p and the student q:
+teach little. So auto takes text that nothing trains on, with its labels y, the teacher p and the student q. S and T are
+the cross-entropies of q and p, D is KL(p || q) at T = 1, nats a token:
 
-    share      clip((S - T) / D, 0, 1): what the labels confirm of the teacher. S and T are the cross-entropies of q and
-               p, D is KL(p || q) at T = 1, nats a token. Of text drawn from the teacher S - T is D in the mean, however
-               near the two are; where the teacher knows no more than the student it is 0.
+    share      clip((S - T) / D, 0, 1): what the labels confirm of the teacher. Of text drawn from the teacher S - T is
+               D in the mean, however near the two are; where the teacher knows no more than the student it is 0.
     posterior  the a at which mean log(a p(y) + (1 - a) q(y)) is largest: the teacher's weight in the best mixture of
                both. A student that knows the training labels by heart gets worse here, and the weight rises.
 
-    alpha = (1 - m) share + m posterior, at most `MOST`, with m = max(1 - exp(-G), 1 - 1 / passes)
+    alpha = (1 - h) ((1 - m) share + m posterior) + h MOST
+    m = max(G / (G + S'), 1 - 1 / passes),  G = max(0, (S - T) - (S' - T'))
+    h = max(0, T - T') / T
 
-G is (S - T) here less (S - T) of the training batches, nats: how far that text is known by heart, with the teacher as
-the ruler of how hard each is. Labels that are fresh have m = 0. No constant is fitted to a text.
+S' and T' are the losses of the training batches, averages of the last steps. m is the part of the training labels that
+the student knows by heart: of their nats it knows G beyond what it knows of any text, with the teacher as the ruler of
+how hard each text is. h is the part that the teacher knows: such labels are in its distributions already. Labels that
+are fresh have m = 0, and a sound teacher has h = 0. No constant is fitted to a text.
+
+Between two measurements S - T moves by what S' - T' has moved, times 1 - m, and D by as much: a student learns most of
+what it will before the first of them.
 
 Alpha moves by at most `MOVES` a step, so that neither the optimizer's moments nor a guard sees a jump. It depends on
 what was measured before the step alone. docs/objective.md has what was measured, and what others do.
@@ -36,7 +43,8 @@ MOVES = 0.02
 LEAST_TOKENS = 2048
 """Withheld tokens that a measurement needs; of a member with fewer alpha is `MOST`."""
 _AVERAGED = 20
-"""Steps in the averages of the training batches, each of which moves by one part of them."""
+"""Steps in the averages of the training batches; further ones move them by one part of as many."""
+_TINY = 1e-9
 
 
 class Alpha(nn.Module):
@@ -91,17 +99,20 @@ class MeasuredAlpha(Alpha):
     present: Tensor
     """[M] the weight now; -1 before the first measurement."""
     known: Tensor
-    """[M, 3] share, posterior and G of the last measurement; -1 before it."""
+    """[M, 4] of the last measurement S - T, D less S - T (-1: not known), posterior (-1: none was made yet) and T."""
     trained: Tensor
-    """[M, 2] student's and teacher's cross-entropy of the training batches, averages; inf before the first step."""
+    """[M, 3] averages of S' and T', and the number of steps in them, at most `_AVERAGED`."""
+    then: Tensor
+    """[M, 2] the averages at the last measurement, or when they had as many steps for the first time."""
     taught: Tensor
 
     def __init__(self, taught: Sequence[bool] = (True,)) -> None:
         super().__init__(MOST)
         size = len(taught)
         self.register_buffer("present", torch.full((size,), -1.0, dtype=torch.float64))
-        self.register_buffer("known", torch.full((size, 3), -1.0, dtype=torch.float64))
-        self.register_buffer("trained", torch.full((size, 2), math.inf, dtype=torch.float64))
+        self.register_buffer("known", torch.full((size, 4), -1.0, dtype=torch.float64))
+        self.register_buffer("trained", torch.zeros(size, 3, dtype=torch.float64))
+        self.register_buffer("then", torch.zeros(size, 2, dtype=torch.float64))
         self.register_buffer("taught", torch.tensor(taught), persistent=False)
         self.fixed, self.passes = None, (1.0,) * size
         self.by_forward = True
@@ -116,19 +127,31 @@ class MeasuredAlpha(Alpha):
 
     @property
     def measured(self) -> bool:
-        return bool((self.known[:, 0] >= 0).any())
+        return bool((self.known[:, 2] >= 0).any())
+
+    @property
+    def gaps(self) -> Tensor:
+        """Return [M] G, nats per token; 0 before the first step."""
+        gap_M = (self.known[:, 0] - (self.then[:, 0] - self.then[:, 1])).clamp(min=0)
+        return torch.where(self.trained[:, 2] > 0, gap_M, 0.0)
 
     def value(self) -> Tensor:
         return self.present.masked_fill(self.present < 0, MOST).masked_fill(~self.taught, 0.0)
 
     def target(self) -> Tensor:
         """Return [M] where the weight goes; where it is, if nothing is known."""
-        share_M, posterior_M, gap_M = self.known.unbind(1)
+        gap_M, excess_M, posterior_M, teacher_M = self.known.unbind(1)
+        student_M, theirs_M, steps_M = self.trained.unbind(1)
         # filled on the device: a copy from the host would wait for the work in its queue
         again_M = torch.stack([gap_M.new_full((), 1 - 1 / max(each, 1.0)) for each in self.passes])
-        heart_M = torch.maximum(1 - torch.exp(-gap_M), again_M)
-        mixed_M = ((1 - heart_M) * share_M + heart_M * posterior_M).clamp(0, MOST)
-        return torch.where(share_M < 0, self.present, mixed_M)
+        heart_M = torch.maximum(self.gaps / (self.gaps + student_M).clamp(min=_TINY), again_M)
+        moved_M = (student_M - theirs_M) - (self.then[:, 0] - self.then[:, 1])
+        now_M = (gap_M + (1 - heart_M) * moved_M).clamp(min=0)
+        share_M = torch.where(excess_M < 0, posterior_M, now_M / (now_M + excess_M).clamp(min=_TINY))
+        mixed_M = (1 - heart_M) * share_M + heart_M * posterior_M
+        held_M = torch.where(steps_M > 0, (1 - theirs_M / teacher_M.clamp(min=_TINY)).clamp(min=0), 0.0)
+        target_M = ((1 - held_M) * mixed_M + held_M * MOST).clamp(0, MOST)
+        return torch.where(posterior_M < 0, self.present, target_M)
 
     @torch.no_grad()
     def observe(self, measured: Sequence[Measured]) -> None:
@@ -137,12 +160,15 @@ class MeasuredAlpha(Alpha):
         A member of which too little is withheld keeps `MOST`, and one whose student is too near its teacher keeps
         what it had.
         """
-        begun_M3 = torch.where(self.known < 0, self.known.new_tensor([MOST, MOST, 0.0]), self.known)
-        rows, trained_M = begun_M3.tolist(), (self.trained[:, 0] - self.trained[:, 1]).tolist()
-        for row, each, trained in zip(rows, measured, trained_M, strict=True):
-            if each.differs and not too_few(each.tokens):
-                row[:] = each.share, each.posterior, max(0.0, each.gap - trained)  # 0 before the first step, for NaN
+        begun_M4 = torch.where(self.known[:, 2:3] < 0, self.known.new_tensor([0.0, -1.0, MOST, 0.0]), self.known)
+        rows, shown = begun_M4.tolist(), [each.differs and not too_few(each.tokens) for each in measured]
+        for row, each, differs in zip(rows, measured, shown, strict=True):
+            if differs:
+                excess = -1.0 if math.isnan(each.divergence) else max(each.divergence / each.tokens - each.gap, 0.0)
+                row[:] = each.gap, excess, each.posterior, each.teacher / each.tokens
         self.known.copy_(torch.tensor(rows, dtype=torch.float64))
+        shown_M1 = torch.tensor(shown, device=self.then.device)[:, None]
+        self.then.copy_(torch.where(shown_M1, self.trained[:, :2], self.then))
         self.present.copy_(torch.where(self.present < 0, self.target(), self.present))
 
     @torch.no_grad()
@@ -151,10 +177,12 @@ class MeasuredAlpha(Alpha):
         student_M, _, teacher_M, tokens_M, own_M, theirs_M = sums_M6.double().unbind(1)
         teacher_M = teacher_M * torch.where(theirs_M > 0, own_M / theirs_M.clamp(min=1), 1.0)  # the same bytes
         now_M2 = torch.stack([student_M, teacher_M], 1) / tokens_M.clamp(min=1)[:, None]
-        begun_M2 = torch.where(self.trained.isinf(), now_M2, self.trained)
-        moved_M2 = begun_M2 + (now_M2 - begun_M2) / _AVERAGED
-        counts_M = (tokens_M > 0) & self.taught & now_M2.isfinite().all(1)
-        self.trained.copy_(torch.where(counts_M[:, None], moved_M2, self.trained))
+        counts_M1 = ((tokens_M > 0) & self.taught & now_M2.isfinite().all(1))[:, None]
+        before_M2, steps_M1 = self.trained[:, :2], self.trained[:, 2:] + 1
+        moved_M2 = before_M2 + (now_M2 - before_M2) / steps_M1.clamp(max=_AVERAGED)
+        self.then.copy_(torch.where(counts_M1 & (steps_M1 <= _AVERAGED), moved_M2, self.then))
+        averages_M3 = torch.cat([moved_M2, steps_M1.clamp(max=_AVERAGED)], 1)
+        self.trained.copy_(torch.where(counts_M1, averages_M3, self.trained))
         self.present.add_((self.target() - self.present).clamp(-MOVES, MOVES))
 
     def follow(self, sums_M6: Tensor) -> None:
@@ -168,7 +196,7 @@ class MeasuredAlpha(Alpha):
     def begin_at_zero(self) -> None:
         """Begin with the labels alone, until the next measurement shows otherwise."""
         self.present.zero_()
-        self.known.zero_()
+        self.known.copy_(self.known.new_tensor([0.0, -1.0, 0.0, 0.0]))
 
 
 def too_few(tokens: float, of: str = "") -> str | None:
@@ -188,11 +216,18 @@ def build_alpha(options: ObjectiveConfig, total_steps: int, taught: Sequence[boo
 
 
 def of_before(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Turn the state of an alpha that followed its training batches, `alpha.means`, into today's; keep any other."""
-    if (means_M3 := tensors.get("alpha.means")) is None:
+    """Return the state with that of an alpha by an older rule as today's, which measures anew; keep any other."""
+    if (means_M3 := tensors.get("alpha.means")) is not None:  # it followed its training batches
+        student_M, teacher_M, divergence_M = means_M3.double().unbind(1)
+        present_M = ((student_M - teacher_M) / divergence_M.clamp(min=0)).clamp(0, MOST).nan_to_num(MOST)
+        means_M2 = means_M3.double()[:, :2]
+    elif (known := tensors.get("alpha.known")) is not None and known.shape[1] == 3:  # and kept share, posterior and G
+        present_M, means_M2 = tensors["alpha.present"], tensors["alpha.trained"]
+    else:
         return tensors
-    student_M, teacher_M, divergence_M = means_M3.double().unbind(1)
-    share_M = ((student_M - teacher_M) / divergence_M.clamp(min=0)).clamp(0, MOST).nan_to_num(MOST)
-    own = {"alpha.present": share_M, "alpha.known": torch.full_like(means_M3, -1.0, dtype=torch.float64)}
-    own["alpha.trained"] = torch.stack([student_M, teacher_M], 1)
+    begun_M1 = means_M2[:, :1].isfinite()
+    averages_M2 = torch.where(begun_M1, means_M2, 0.0)
+    own = {"alpha.present": present_M, "alpha.then": averages_M2}
+    own["alpha.trained"] = torch.cat([averages_M2, begun_M1.double() * _AVERAGED], 1)
+    own["alpha.known"] = torch.full((len(present_M), 4), -1.0, dtype=torch.float64)
     return {name: each for name, each in tensors.items() if name != "alpha.means"} | own

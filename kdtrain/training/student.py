@@ -382,7 +382,7 @@ class Student(PreTrainedModel):
         alpha.trained.copy_(all_reduce_sum(alpha.trained) / world_size())
         alpha.passes = [passes]
         alpha.observe([found])
-        return found.figures(float(alpha.known[0, 2])) | {"alpha": alpha.largest()}
+        return found.figures(float(alpha.gaps[0])) | {"alpha": alpha.largest()}
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:

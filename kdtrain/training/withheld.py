@@ -94,7 +94,7 @@ class Withheld:
             found.append(each)
         if step or not self.alpha.measured:  # else the checkpoint of step 0 has it, and what followed
             self.alpha.observe(found)
-        rows = zip(self.parts, found, self.alpha.known[:, 2].tolist(), strict=True)
+        rows = zip(self.parts, found, self.alpha.gaps.tolist(), strict=True)
         known = {name and f"{name}/": each.figures(gap) for name, each, gap in rows if each.tokens}
         return {f"withheld/{name}{key}": value for name, each in known.items() for key, value in each.items()}
 

@@ -102,7 +102,7 @@ def test_alpha_by_withheld_text_is_that_of_each_member_and_an_interrupted_run_en
         assert line["alpha/cache"] < 0.1 and line["alpha/known"] > 0.8 and "alpha/bare" not in line
         assert 0 <= line["alpha"] <= 0.9
     assert len({line["alpha"] for line in bench.metrics("gaps")}) > 2  # as many tokens as a step has of each
-    assert bench.tensors("gaps")["alpha.known"].shape == (3, 3)
+    assert bench.tensors("gaps")["alpha.known"].shape == (3, 4)
     assert start(bench, "gaps-killed", *auto, **run, fault="train.after-step:kill:5").code == -9
     start(bench, "gaps-killed", *auto, **run).ok()
     bench.assert_same("gaps-killed", "gaps")

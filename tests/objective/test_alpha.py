@@ -36,13 +36,18 @@ def told(student, teacher, divergence=1.0, posterior=0.4, tokens=8192):
     return Measured(tokens, *sums, divergence * tokens, 2.0 * tokens, 1.0 * tokens, posterior)
 
 
-def alpha_of(*rows, passes=(1.0,), trained=None):
-    """An alpha that has seen these rows of withheld text, and training batches with this S - T."""
-    alpha = MeasuredAlpha([True] * len(rows))
-    alpha.set_step(0, passes)
+def batches(student, teacher=3.6, tokens=10):
+    """Sums of training batches with these losses, nats a token."""
+    return torch.tensor([[tokens * student, 0, tokens * teacher, tokens, 0, 0]])
+
+
+def alpha_of(row, passes=1.0, trained=None):
+    """An alpha that has seen this row of withheld text, and training batches with these losses before."""
+    alpha = MeasuredAlpha()
+    alpha.set_step(0, (passes,))
     if trained is not None:
-        alpha.update(torch.tensor([[10 * (3 + trained), 0, 30, 10, 0, 0]] * len(rows)))
-    alpha.observe(rows)
+        alpha.update(batches(*trained))
+    alpha.observe([row])
     return alpha
 
 
@@ -50,20 +55,37 @@ def alpha_of(*rows, passes=(1.0,), trained=None):
     "row, passes, trained, expected",
     [
         (told(7.6, 3.6, 4.0), 1, None, 0.9),  # a teacher that knows the text
-        (told(3.9, 3.6, 0.3), 1, 0.3, 0.9),  # and one whose student is almost as good
-        (told(4.6, 3.6, 2.0), 1, 1.0, 0.5),
-        (told(3.6, 3.6, 1.5), 1, 0.0, 0.0),
-        (told(2.0, 3.6, 1.5), 1, -1.6, 0.0),
-        (told(4.6, 3.6, 2.0), 1, 1.7, 0.5),  # the average of the batches lags behind
-        (told(3.6, 3.6, 1.5), 4, 0.0, 0.3),  # labels that were read four times teach little
-        (told(3.6, 3.6, 1.5), 1, -math.log(4), 0.3),  # or a text that holds them four times, or a student that did
-        (told(4.6, 3.6, math.nan), 1, 1.0, 0.4),  # a divergence that is not known: the posterior alone
+        (told(3.9, 3.6, 0.3), 1, (3.9, 3.6), 0.9),  # and one whose student is almost as good
+        (told(4.6, 3.6, 2.0), 1, (4.6, 3.6), 0.5),
+        (told(3.6, 3.6, 1.5), 1, (3.6, 3.6), 0.0),
+        (told(2.0, 3.6, 1.5), 1, (2.0, 3.6), 0.0),
+        (told(4.6, 3.6, 2.0), 1, (5.3, 3.6), 0.5),  # the average of the batches lags behind
+        (told(3.6, 3.6, 1.5), 4, (3.6, 3.6), 0.3),  # labels that were read four times teach little
+        (told(3.6, 3.6, 1.5), 1, (0.9, 3.6), 0.3),  # or of which a student knows three of four nats by heart
+        (told(4.6, 3.6, 2.0), 1, (4.0, 3.0), 0.5 * 5 / 6 + 0.9 / 6),  # a teacher that knows a sixth of them by heart
+        (told(4.6, 3.6, 2.0), 1, (6.0, 5.0), 0.5),  # training text that is harder
+        (told(4.6, 3.6, math.nan), 1, (4.6, 3.6), 0.4),  # a divergence that is not known: the posterior alone
     ],
 )
 def test_alpha_is_what_fresh_labels_confirm_and_the_best_mixture_where_they_are_known_by_heart(
     row, passes, trained, expected
 ):
-    assert alpha_of(row, passes=(passes,), trained=trained).value().tolist() == [pytest.approx(expected, abs=1e-6)]
+    alpha = alpha_of(row, passes, trained)
+    assert alpha.value().tolist() == [pytest.approx(expected, abs=1e-6)]
+
+
+def test_between_measurements_alpha_follows_the_batches_as_far_as_their_labels_are_fresh():
+    for passes, expected in (1.0, 0.25 / 1.25), (4.0, 0.25 * 0.8125 / 1.8125 + 0.75 * 0.4):
+        alpha = alpha_of(told(4.6, 3.6, 2.0), passes)  # D is above S - T by 1
+        for student in (6.5, *[6.0] * 18, 5.5):  # they say where training was then
+            alpha.update(batches(student))
+        before = alpha.target().item()
+        assert before == pytest.approx(0.5 if passes == 1 else 0.425)
+        for _ in range(400):  # the averages come down by 0.75
+            alpha.update(batches(5.25))
+        assert alpha.value().item() == alpha.target().item() == pytest.approx(expected, abs=1e-6)
+        alpha.observe([told(4.6, 3.6, 2.0)])  # which is measured then, not what was concluded
+        assert alpha.target().item() == pytest.approx(before)
 
 
 def test_of_a_text_drawn_from_the_teacher_alpha_stays_at_its_most_however_near_the_student_is():
@@ -139,16 +161,25 @@ def test_alpha_begins_at_zero_beside_a_weak_teacher_until_the_next_measurement()
         assert alpha.value().item() == pytest.approx(expected)
 
 
-def test_the_averages_of_a_run_begun_before_are_those_it_goes_on_from():
-    means = torch.tensor([[4.0, 3.0, 2.0], [torch.inf] * 3], dtype=torch.float64)
+@pytest.mark.parametrize(
+    "before",
+    [
+        {"alpha.means": torch.tensor([[4.0, 3.0, 2.0], [torch.inf] * 3])},
+        {
+            "alpha.present": torch.tensor([0.5, 0.9]),
+            "alpha.known": torch.tensor([[0.5, 0.4, 0.1], [-1.0] * 3]),
+            "alpha.trained": torch.tensor([[4.0, 3.0], [math.inf] * 2]),
+        },
+    ],
+    ids=["by its batches", "by share, posterior and G"],
+)
+def test_the_state_of_an_older_rule_is_what_a_run_resumes_from(before):
     alpha = MeasuredAlpha([True, True])
-    alpha.load_state_dict(
-        {name.removeprefix("alpha."): each for name, each in of_before({"alpha.means": means}).items()}
-    )
-    assert alpha.value().tolist() == [0.5, 0.9] and not alpha.measured
-    assert alpha.trained.tolist() == [[4.0, 3.0], [math.inf] * 2]
-    alpha.observe([told(3.6, 3.6, 1.5)] * 2)
-    assert alpha.value().tolist() == [0.5, 0.9] and alpha.target().tolist() == [0.0, 0.0]
+    alpha.load_state_dict({name.removeprefix("alpha."): each for name, each in of_before(before).items()})
+    assert alpha.value().tolist() == [0.5, pytest.approx(0.9)] and not alpha.measured
+    assert alpha.trained.tolist() == [[4.0, 3.0, 20.0], [0.0] * 3]
+    alpha.observe([told(3.0, 3.0, 1.5)] * 2)
+    assert alpha.value().tolist() == [0.5, pytest.approx(0.9)] and alpha.target().tolist() == [0.0, 0.0]
 
 
 def test_across_tokenizers_what_lies_between_two_common_boundaries_is_compared():
@@ -183,9 +214,9 @@ def test_a_loss_in_training_averages_what_it_sees_moves_and_stores_both():
     p = problem().cast(torch.float64)
     loss, targets = DistillationLoss(alpha="auto"), targets_for(p, "ghost")
     loss_of(p, loss.eval(), targets)
-    assert loss.alpha.trained.isinf().all()
+    assert not loss.alpha.trained.any()
     seen = loss_of(p, loss.train(), targets).members[0]
-    assert loss.alpha.trained.tolist() == [[(seen[at] / seen[3]).item() for at in (0, 2)]]
+    assert loss.alpha.trained.tolist() == [[*((seen[at] / seen[3]).item() for at in (0, 2)), 1.0]]
     loss.alpha.observe([told(4.6, 3.6, 2.0)])
     loss.alpha.observe([told(3.6, 3.6, 2.0)])
     before = loss.alpha.value().item()
@@ -225,7 +256,7 @@ def test_each_member_of_a_mixture_has_the_alpha_of_its_own_teacher():
 def test_across_tokenizers_both_losses_are_of_the_same_bytes():
     alpha = MeasuredAlpha()
     alpha.update(torch.tensor([[400.0, 0, 190, 100, 500, 475]]))  # the teacher's labels are over 95 % of the bytes
-    assert alpha.trained.tolist() == [[4.0, pytest.approx(2.0)]]
+    assert alpha.trained.tolist() == [[4.0, pytest.approx(2.0), 1.0]]
 
 
 def test_alpha_auto_excludes_a_schedule_and_needs_the_label_of_an_import():
