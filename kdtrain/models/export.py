@@ -132,7 +132,7 @@ def refuse_foreign(out: Path) -> None:
 
 
 def _exported(folder: Path) -> set[str]:
-    """The files of an export if all are unchanged, else none."""
+    """Return the files of an export, its record among them, if all are unchanged; else an empty set."""
     try:
         files = typed(read_sealed(folder / ORIGIN).get("files"), dict[str, str])
         sound = all(file_digest(folder / name) == digest for name, digest in files.items())
@@ -194,7 +194,7 @@ def complete_generation(model: Any, folder: Path) -> None:
 
 
 def _inside(config: Any, ids: int | list[int] | None) -> int | list[int] | None:
-    """The ids that a model's vocabulary has; None for none."""
+    """Return the ids that are in a model's vocabulary; None if there are none."""
     size = config.get_text_config().vocab_size
     if isinstance(ids, list):
         return [each for each in ids if each < size] or None
