@@ -220,7 +220,7 @@ def frozen_bytes(model: nn.Module) -> int:
 
 
 def int8_config() -> Any:
-    """Return torchao's options for int8 weights: symmetric, a scale for each row; no setting of the compiler changes."""
+    """Return torchao's options for int8 weights: symmetric, a scale a row; no setting of the compiler changes."""
     quantization: Any = optional("torchao.quantization", "fp8", "int8")
     return quantization.Int8WeightOnlyConfig(version=2, set_inductor_config=False)
 
