@@ -395,7 +395,7 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def student_spec(config: DistillConfig) -> ModelSpec:
-    """The spec of the student, with its adapters, and the weights of a model folder where `--load` names one.
+    """Return the spec of the student, with its adapters, and a model folder's weights where `--load` names one.
 
     UsageError: it cannot be read, or the options do not fit it.
     """
@@ -428,7 +428,7 @@ def _look(config: DistillConfig) -> None:
 
 
 def table_rate(config: DistillConfig, student: ModelSpec, vocab_size: int | None) -> tuple[float, str]:
-    """The rate of `config.rates` for a run of `config`, and what it trains; vocab_size: of the data, if it is known."""
+    """Return the rate of `config.rates` for a run of `config`, and what it trains; vocab_size: the data's, if known."""
     begun = student.init != "scratch" or config.checkpoint.load is not None
     kind: Kind = "pretrained" if begun else "fresh"
     if student.lora is not None:
@@ -438,7 +438,7 @@ def table_rate(config: DistillConfig, student: ModelSpec, vocab_size: int | None
 
 
 def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
-    """The adapters that options, spec and `--load` agree on. Refuses what cannot be, and a missing `peft`."""
+    """Return the adapters that options, spec and `--load` agree on; refuse what cannot be, and a missing `peft`."""
     start = config.checkpoint.load
     if start is None or not is_adapter(start):
         lora = config.lora.over(student.lora)
@@ -459,7 +459,7 @@ def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
 
 
 def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats, device: torch.device) -> ModelSpec:
-    """The student's spec with the format of its frozen weights. Refuses what that cannot be combined with."""
+    """Return the student's spec with the format of its frozen weights; refuse what that cannot be combined with."""
     spec = with_weights(spec, config.base_weights, "--base-weights", config.parallel.parallel)
     if (kind := spec.weights) is None:
         return spec
@@ -480,7 +480,7 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
 
 
 def _micro_batch(config: DistillConfig, ranks: int, job: Job | None, free: float | None) -> int:
-    """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
+    """Return the sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
     batch, micro = config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and ranks % size:
         raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")
