@@ -88,11 +88,11 @@ class Alignment:
         return prefix_cells(self.teacher, self.student, self.spelling.firsts(), events)
 
     def merged(self, teacher_M: _Array, student_M: _Array) -> Cells:
-        """The cells with those joined that conflict where both have these tokens of the same text."""
+        """Join the cells that conflict where both tokenizers have these tokens of the same text."""
         return merge(self.cells, teacher_M, student_M)
 
     def align(self, tokens: Any) -> Aligned:
-        """The same text in the student's tokens; `tokens` [N] are the teacher's, of one or several documents.
+        """Return the same text in the student's tokens; `tokens` [N] are the teacher's, of one or several documents.
 
         UsageError: one of them is not in its tokenizer, or is a special token without partner; or the student's
         tokenizer rewrites the text.
@@ -116,5 +116,5 @@ class Alignment:
         return Aligned(tokens, np.where(prefix == 0, source, -1))
 
     def transcoder(self) -> Transcoder:
-        """Encodes streams of the teacher's tokens in the student's."""
+        """Return what encodes streams of the teacher's tokens in the student's."""
         return Transcoder(self._teacher, self._student, self.table, self.spelling)

@@ -77,7 +77,7 @@ class AlignedTargets(Targets):
         return replace(self, near=self.near.map(change), **own)
 
     def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Those of the targets over cells, with partial [B,T,K] from a top-k, compared and teacher_bytes [B,T]."""
+        """Return the fields of the cells' targets, with partial [B,T,K] of a top-k, compared, teacher_bytes [B,T]."""
         near = {name: each for name, each in self.near.fields(shape).items() if name not in ("knots", "num_samples")}
         return near | super().fields(shape)
 
@@ -115,7 +115,10 @@ class AlignedTargets(Targets):
         return replace(events, weight=weight_RE.masked_fill(~self.compared[:, None], 0.0))
 
     def measured(self, measure: Measure, tail: str, statistics: Statistics, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of other targets; the term has the label's cross-entropy of what the teacher does not predict too."""
+        """Return `measure` of the events, and in the term also the cross-entropy of what the teacher does not predict.
+
+        That is the label's cross-entropy within its cell, or all of it where the teacher predicts nothing of the label.
+        """
         found_R = alone_R = measure(self.events(tail, statistics, beta))
         if (group_R := statistics.group) is not None:  # the label's cross-entropy within its cell
             logit_R = statistics.kept.gather(1, group_R.clamp(min=0)[:, None]).squeeze(1)
@@ -157,7 +160,7 @@ class AlignedCollator(Collator):
         return super().same(other) and (one is two or bool(one and two and torch.equal(one.column, two.column)))
 
     def targets(self, fields: Mapping[str, Tensor]) -> Targets | None:
-        """UsageError: the batch is of another data set."""
+        """Return the targets of a batch. UsageError: the batch is of another data set."""
         if "replay" in fields:
             return super().targets(fields)
         if missing := [name for name in ("compared", "teacher_bytes") if name not in fields]:
