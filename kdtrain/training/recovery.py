@@ -257,7 +257,7 @@ class Recovery:
         writers.warning("non-finite", self.state.progress.step, text, finding=shown, bundle=folder.name)
 
     def _roll_back_skips(self, loss: float) -> bool:
-        """After more than `--max-skips` skips in a row, roll back; return whether it did. loss: of the last one, nats.
+        """Roll back after more than `--max-skips` skips in a row; return whether it did. loss: of the last one, nats.
 
         Raises:
             RunError: as many steps failed again after the rollback, it would exceed `--max-rollbacks`, or there is no

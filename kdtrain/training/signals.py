@@ -23,7 +23,7 @@ _asked = threading.Event()
 
 
 def asked_to_stop() -> bool:
-    """Whether this process has received a signal in a `StopRequest`: what waits for data must end."""
+    """Return whether this process has received a signal in a `StopRequest`: what waits for data must end."""
     return _asked.is_set()
 
 
