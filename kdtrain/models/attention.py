@@ -234,7 +234,7 @@ kernel_orders: dict[int, list[SDPBackend]] = {}
 
 
 class KernelShape(NamedTuple):
-    """The shape of the attention that times a kernel; a group is a head of keys and values."""
+    """The shape of the attention that is timed for a kernel; a group is a head of keys and values."""
 
     batch: int
     heads: int

@@ -31,7 +31,7 @@ _APART = {False: 1e-3, True: 0.1}  # of the spread of the logits, by whether a f
 
 
 class Decoder:
-    """The logits of the next token of a split model, which keeps the keys of what its last call read.
+    """A split model as a decoder: it returns the next token's logits, and keeps the keys of its last call's tokens.
 
     Args:
         model: in evaluation mode.

@@ -99,7 +99,7 @@ _AT_LEAST_ONE = re.compile(
 
 
 class ModelFile(Protocol):
-    """A file that is a whole model, opened; a package registers what opens those of an ending (`FORMATS`)."""
+    """A whole model in one file, opened; a package registers what opens files of an ending (`FORMATS`)."""
 
     folder: Path
     """What transformers saves of a model but its weights: configuration, tokenizer, settings for sampling."""

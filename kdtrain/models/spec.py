@@ -51,7 +51,7 @@ ORIGIN = "kdtrain.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Where a teacher or a student comes from."""
+    """The source of a teacher or a student: its architecture, its weights and its tokenizer."""
 
     name: str
     """The name of the model in logs and tables."""

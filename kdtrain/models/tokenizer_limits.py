@@ -55,7 +55,7 @@ class _Model(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """What is checked."""
+    """The parts of tokenizer.json that are checked."""
 
     added_tokens: Any = None
     normalizer: Any = None

@@ -63,7 +63,7 @@ Codec = tuple[tuple[float, ...], int]
 
 
 class Collator:
-    """Makes a `Batch` of named tensors: the inverse of `Batch.fields`, with what all sequences of a data set share.
+    """A maker of batches from named tensors, as `Batch.fields` has them, with what all sequences of a data set share.
 
     codec: of the sparse targets. None: the tensors state it. On a GPU a read waits for all queued work; there only the
     first batch with as many knots, entries and top-k entries is read, and later ones are compared with it on the

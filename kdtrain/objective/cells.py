@@ -27,7 +27,7 @@ from kdtrain.objective.statistics import NEVER, Entries
 
 @dataclass(frozen=True, eq=False)
 class CellIndex:
-    """Which cell each token of the student is in; build it with `of`. All indices are int64."""
+    """The cell of each token of the student; build it with `of`. All indices are int64."""
 
     count: int
     """C."""
@@ -127,7 +127,7 @@ class CellIndex:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """What `CellIndex.fold` did to a chunk of logits."""
+    """A chunk of logits after `CellIndex.fold`: its entries, and the tokens that were folded."""
 
     entries: Entries
     """With their logits."""

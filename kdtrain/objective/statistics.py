@@ -53,7 +53,7 @@ class Statistics:
 
     @property
     def lse(self) -> Tensor:
-        """[R] log sum exp(z) over the vocabulary."""
+        """The log sum exp(z) over the vocabulary, [R]."""
         return _with_top_k(self.tail, self.kept[:, : self.top_k])
 
     def lse_beta(self, beta: Tensor | float) -> Tensor:

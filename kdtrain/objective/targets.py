@@ -441,7 +441,7 @@ class DenseTargets(Targets):
 
     @property
     def width(self) -> int:  # type: ignore[override]
-        """V."""
+        """The size of the vocabulary, V."""
         return self.logprobs.shape[1]
 
     @classmethod
@@ -526,7 +526,7 @@ class OnlineTargets(Targets):
 
     @property
     def label_logprob(self) -> Tensor:  # type: ignore[override]
-        """It costs a product with the head, and so does `log_partition`."""
+        """The teacher's log p of the labels; it costs a product with the head, as `log_partition` does."""
         return self.by_parts(lambda part: part.resolved().label_logprob)
 
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:

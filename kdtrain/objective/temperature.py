@@ -74,7 +74,7 @@ class Temperature(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TemperatureOptions:
-    """The options that a mode is built from; each mode takes those that it needs."""
+    """The options that a mode is built from; each mode reads only what it needs."""
 
     start: float
     """T at step 0; a learned T starts at least 5 % of the range (in log T) inside its bounds."""

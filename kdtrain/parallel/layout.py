@@ -21,7 +21,7 @@ from kdtrain.ranks import all_reduce_sum, rank, reported, world_size
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The place of this rank; by default that of a single process.
+    """The place of this rank among all ranks; by default the place of a single process.
 
     `mesh` has the data ranks in its dimension `shard`, and where several share a copy of a model also `replicate`;
     `data_group` is their process group. `tensor_mesh` has the ranks of one data rank.

@@ -249,7 +249,7 @@ class Job:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The part of student and teacher on each rank."""
+    """The plan of memory: the part of student and teacher on each rank, and the bytes that it needs."""
 
     student: Literal["single", "ddp", "fsdp"]
     """The whole student in the only process, the whole of it on each rank, or a shard of it."""

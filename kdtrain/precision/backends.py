@@ -296,7 +296,7 @@ register_backend(
 
 @dataclass(frozen=True)
 class Capability:
-    """Whether one back end supports one mode on one device."""
+    """The support of one back end for one mode on one device."""
 
     mode: str
     backend: str

@@ -168,7 +168,7 @@ Scaling = Literal["tensorwise", "rowwise", "blockwise", "mx"]
 
 @dataclass(frozen=True)
 class FormatRecipe:
-    """How operands are quantised."""
+    """The recipe by which operands are quantised."""
 
     scaling: Scaling
     """The unit with one scale: a tensor, a row along the sum, a tile of 1 x 128 (weights 128 x 128), or an MX block."""

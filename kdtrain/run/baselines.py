@@ -25,7 +25,7 @@ _SHARDS = 4
 
 
 class Baselines(NamedTuple):
-    """Losses, nats a token; None where one is unknown."""
+    """The losses to compare a student with, nats a token; None where one is unknown."""
 
     bigram: float | None
     """Of the bigram, on the first validation sequences."""

@@ -60,7 +60,7 @@ PARTS = ("cache", "student", "teacher")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that a run is before anything is built."""
+    """The resolved options and opened data of a run, before its student is built."""
 
     given: DistillConfig
     """The options as given, with `--resume auto` where torchrun has restarted the run."""
@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def facts(self) -> Facts:
-        """Those of the data."""
+        """The facts of the data."""
         return self.sources["train"].facts
 
     @property
@@ -112,13 +112,13 @@ class Recipe:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint belongs to, as far as it is known before the models are loaded."""
+        """The run that a checkpoint belongs to, as far as it is known before the models are loaded."""
         mixture = {"caches": self.members} if self.members else {}
         return {"cache": self.facts.identity, "options": deciding(self.config), **mixture}
 
     @property
     def members(self) -> list[dict[str, Any]]:
-        """What a run that mixes several caches reads: a table for people, empty with one."""
+        """The caches that a run mixes, as a table for people; empty with one cache."""
         return [
             {
                 "name": name,

@@ -83,7 +83,7 @@ class Run:
 
     @property
     def mode(self) -> str:
-        """The number format that it trains in."""
+        """The number format in which the run trains."""
         return self.trainer.student.quantized or self.trainer.student.mode
 
     @property

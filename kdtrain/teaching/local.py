@@ -207,7 +207,7 @@ class LocalTeacher(OnlineTeacher):
         refuse_other_logits(self._generate, lambda tokens_BT: self.logits(tokens_BT, None), self.name, self.vocab_size)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """Return answers by a forward for each batch, or by what the teacher writes into it."""
+        """Return answers from a forward for each batch, or from the text that the teacher writes into it."""
         if self.writing is None:
             return super().answers(settings)
         return WrittenAnswers(self._generate, self.writing, settings, self.logits)
@@ -270,7 +270,7 @@ class SelfTeacher(LocalTeacher):
 
     @property
     def digest(self) -> str:
-        """Of the frozen weights."""
+        """The digest of the frozen weights."""
         return self._digest
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:

@@ -28,7 +28,7 @@ class OnlineTeacher(teacher.Teacher):
     """True if a forward needs all ranks."""
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
-        """Return the memory of the logits alone, by default: [B, T, V] in fp32, as they are made and as targets."""
+        """Return by default the memory of the logits alone, [B, T, V] in fp32, once while made and once as targets."""
         size = self.vocab_size
         sizes: dict[str, Any] = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
         return ModelFootprint(name=self.name, tied=False, kept=4.0 * size, **sizes)
@@ -65,7 +65,7 @@ class OnlineTeacher(teacher.Teacher):
         raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """Return answers by a forward for each batch."""
+        """Return answers from a forward for each batch."""
         return LogitAnswers(self.logits, settings, self.sharded)
 
 

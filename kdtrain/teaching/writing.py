@@ -53,7 +53,7 @@ Take = Callable[[np.ndarray, np.ndarray, np.ndarray, Tensor], None]
 
 
 class _Draws(LogitsProcessor):
-    """Draws a token for each row, which is all that its scores leave, and hands on the logits in blocks."""
+    """A processor of logits that leaves each row one drawn token in its scores, and passes the logits on in blocks."""
 
     def __init__(self, rows: ShardRows, how: Writing, take: Take) -> None:
         self.tokens_BT1, self.mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
@@ -85,7 +85,7 @@ class _Draws(LogitsProcessor):
 
 
 def continued(generate: Generate, rows: ShardRows, how: Writing, take: Take) -> ShardRows:
-    """Return rows with what was written, their `loss_mask` true at its labels; rows: see `packing.prompt_rows`.
+    """Continue prompts; return rows with the text, their `loss_mask` true at its labels. rows: `packing.prompt_rows`.
 
     take: gets the logits of the steps.
     """
@@ -133,7 +133,7 @@ class WrittenAnswers(ShardAnswers):
 
 
 class _Kept:
-    """What is kept of a batch, encoded a block of positions after the other."""
+    """The encoded answers of a batch, a block of positions after the other."""
 
     def __init__(self, rows: ShardRows, settings: CacheSettings) -> None:
         self._spec, self._shape = settings.codec, rows.loss_mask.shape

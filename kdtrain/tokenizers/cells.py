@@ -53,7 +53,9 @@ class Cells:
 
 
 def prefix_cells(teacher: TokenBytes, student: TokenBytes, firsts: _Array, events: _Array) -> Cells:
-    """Return the cells of two vocabularies; in equal ones also tokens without text, and duplicates, have their own.
+    """Return the cells of two vocabularies.
+
+    In equal vocabularies tokens without text, and duplicates, have cells of their own too.
 
     firsts: int64 [V] the student's first token of each of the teacher's (`Spelling.firsts`). events: int64 [V] the
     student's token for a special token of the teacher; below 0: none.

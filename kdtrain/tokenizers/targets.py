@@ -51,22 +51,22 @@ class AlignedTargets(Targets):
 
     @property
     def label_logprob(self) -> Tensor:  # type: ignore[override]
-        """See `near`."""
+        """The teacher's log p of labels, as `near` has it."""
         return self.near.label_logprob
 
     @property
     def top_k(self) -> int:  # type: ignore[override]
-        """Of the cells."""
+        """The top-k of the targets over cells."""
         return self.near.top_k
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """Of the cells."""
+        """The number of samples of the targets over cells."""
         return self.near.num_samples
 
     @property
     def known_at_one(self) -> bool:  # type: ignore[override]
-        """As the cells."""
+        """Whether every requested beta is 1."""
         return self.near.known_at_one
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class AlignedTargets(Targets):
 
 
 class AlignedCollator(Collator):
-    """Makes batches of the items of a view, all of which have these cells; None: cells are tokens."""
+    """A maker of batches from the items of a view, all of which have these cells; None: cells are tokens."""
 
     def __init__(self, codec: Codec, cells: CellIndex | None) -> None:
         super().__init__(codec)

@@ -67,7 +67,7 @@ class TeacherCells:
 
     @functools.cached_property
     def size(self) -> Tensor:
-        """[C+1] tokens of the teacher in each cell, and in none."""
+        """The number of the teacher's tokens in each cell, and in none, [C+1]."""
         return torch.bincount(self.of_token.where(self.of_token >= 0, self.count), minlength=self.count + 1)
 
     def to(self, device: torch.device) -> TeacherCells:

@@ -107,7 +107,7 @@ def documents_of(stream: Iterable[_Array]) -> Iterator[_Array]:
 
 @dataclass
 class Transcoder:
-    """Encodes documents of a teacher's tokens in a student's.
+    """An encoder of documents of a teacher's tokens in a student's.
 
     UsageError (of a call): a special token of the teacher is not in the table of events, or a token is not in its
     tokenizer.

@@ -145,7 +145,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 
     @property
     def collator(self) -> AlignedCollator:
-        """What a student needs to read batches of the items, besides their tensors."""
+        """The collator that a student needs to read batches of the items, besides their tensors."""
         codec = self.reader.manifest.settings.codec
         known = codec.knots if self._index is None and codec.coded else (1.0,)
         return AlignedCollator((known, codec.num_samples), self._index)

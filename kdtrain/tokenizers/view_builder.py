@@ -67,7 +67,7 @@ _CALLED = {
 
 
 class OtherViewError(UsageError):
-    """The folder holds a view of something else."""
+    """An error: the folder holds a view of another cache, tokenizer or setting."""
 
 
 def build_view(
@@ -157,7 +157,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _refuse_other(folder: Path, settings: ViewSettings, finished: bool) -> None:
-    """Raise an OtherViewError if the folder holds another view than the view of `settings`."""
+    """Raise an OtherViewError if the folder holds a view of other settings than `settings`."""
     there = viewed_settings(folder) or settings
     if finished and there["version"] == 2:  # its rows hold more
         there = {**there, "version": VERSION}

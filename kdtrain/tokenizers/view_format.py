@@ -41,7 +41,7 @@ _Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
 
 
 class ViewSettings(TypedDict):
-    """What settings.json states: what decides the content of a view."""
+    """The contents of settings.json, which decide the content of a view."""
 
     version: Literal[1, 2, 3]
     """2: rows had chunks, which are ignored. 1: nothing was known within tokens."""
@@ -63,7 +63,7 @@ class ViewShard(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelCounts:
-    """Of a split."""
+    """The counts of labels and documents of a split."""
 
     labels: Count
     """Of the student, that count."""
@@ -90,7 +90,7 @@ class _StatedCells(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewRecord:
-    """What view.json states."""
+    """The contents of view.json."""
 
     settings: ViewSettings
     shards: Annotated[dict[str, list[ViewShard]], Meta(min_length=1)]
@@ -126,7 +126,7 @@ class ViewRecord:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Entries of both tokenizers."""
+        """The entries of both tokenizers."""
         return self.cells["teacher"], self.cells["student"]
 
     @property

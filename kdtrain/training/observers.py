@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepView:
-    """What observers see of the step that is under way."""
+    """The step that is under way, as observers see it."""
 
     number: int
     """The step, from 1."""
@@ -75,7 +75,7 @@ class Observer:
         """
 
     def rewound(self, step: int) -> None:
-        """Go back to `step`, after which a run resumes, or to which it is rolled back: later steps are taken again."""
+        """Forget the steps after `step`: a run resumes there, or is rolled back to it, and takes later steps again."""
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Take an event on rank 0, as events.jsonl has it, before it is written: the disk may be full."""

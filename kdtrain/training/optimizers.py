@@ -80,7 +80,7 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=options.peak_lr, betas=options.betas, fused=True)
 
     def guarded_step(self, found_inf: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """See `Optimizer`. The first call creates the moments as zeros."""
+        """Update as `Optimizer` states. The first call creates the moments as zeros."""
         self.found_inf, self.grad_scale = found_inf, scale
         try:
             self.step()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Next(Enum):
-    """What a run does next."""
+    """The next action of a run."""
 
     CONTINUE = "continue"
     READ_AGAIN = "read again"

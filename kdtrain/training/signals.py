@@ -49,7 +49,7 @@ def interruptible() -> AbstractContextManager[None]:
 
 
 class StopRequest:
-    """While the block runs, the first signal is a request to stop and the second ends the process.
+    """A block in which the first signal is a request to stop, and the second ends the process.
 
     True once all ranks know of the request (in a single process that is at once); `name` is then that of the signal,
     or "a failed read".

@@ -74,7 +74,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 @dataclass
 class Progress:
-    """How far a run is, and what happened to it."""
+    """The progress of a run, and the counts of what happened to it."""
 
     step: Count = 0
     """Optimizer steps taken."""

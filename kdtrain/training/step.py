@@ -64,7 +64,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Status(Enum):
-    """What became of a step."""
+    """The outcome of a step."""
 
     TAKEN = "taken"
     SKIPPED = "skipped"
@@ -141,7 +141,7 @@ class Stepper:
 
     @property
     def layout(self) -> RankLayout:
-        """Which part of the data this rank reads."""
+        """The layout of the ranks, by which each reads its part of the data."""
         return self.wrapper.layout
 
     @property

@@ -80,7 +80,7 @@ class Pair(NamedTuple):
 
 
 class DenseSums(NamedTuple):
-    """Of a chunk, each [R]: largest entry, and sums of exponentials shifted by it, of z and of e.
+    """Sums over a chunk, each [R]: the largest entry, and the sums of exponentials shifted by it, of z and of e.
 
     `mass_e` is 0 without the divergence at T = 1.
     """

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to compute, for which rows."""
+    """The inputs of the engine: what it computes, and for which rows."""
 
     head: HeadPart
     """Of the student; `fused_loss` takes weight and bias out of it."""

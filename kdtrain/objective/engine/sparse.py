@@ -59,7 +59,7 @@ class TailSums(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What the gradient in the logits of the tail needs, each [R]."""
+    """The numbers that the gradient in the logits of the tail needs, each [R]."""
 
     top: Tensor
     """The largest z outside the top-k."""

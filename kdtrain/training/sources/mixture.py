@@ -38,7 +38,7 @@ class MixtureSource:
         return sum(self.mixture.sizes)
 
     def meet(self, student: Any, teacher: Any) -> None:
-        """Hand both to the members."""
+        """Hand the student and the teacher to the members."""
         for each in self.members:
             meet(each, student, teacher)
 

@@ -34,7 +34,7 @@ Ordered = Callable[[CacheSettings, LocalCache], tuple[CacheSettings, Rows, Calla
 
 
 class DataPlan:
-    """Where the sequences of a run come from."""
+    """The plan of a run's data: where its sequences come from."""
 
     facts: Facts | None = None
     """None for text, of which more is known when it is packed."""
@@ -70,7 +70,7 @@ class DataPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What the data of a run are planned for."""
+    """The run whose data are planned."""
 
     config: DistillConfig
     student: ModelSpec

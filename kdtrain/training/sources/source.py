@@ -24,7 +24,7 @@ from kdtrain.objective.batch import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a run must know of its data before it builds anything."""
+    """The facts of a run's data that it needs before it builds anything."""
 
     name: str
     """What messages call it, such as the cache's folder."""
@@ -89,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Member:
-    """What a mixture has of one source."""
+    """The part of a mixture that is one source."""
 
     facts: Facts
     place: range
@@ -207,7 +207,7 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRequest:
-    """What a source is opened for."""
+    """The split, cache and seed for which a source is opened."""
 
     split: str
     """train or validation."""
