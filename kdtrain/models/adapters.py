@@ -64,7 +64,7 @@ _ONLY = {
 
 
 def restrict(student: SplitModel, lora: LoraConfig | None, freeze_head: bool, seed: int) -> None:
-    """Train only the adapters of a student, or all but its output head and what is tied to that, in place.
+    """Train only the adapters of a student, or all weights but its output head and those tied to it, in place.
 
     UsageError: as `inject`.
     """
@@ -79,7 +79,7 @@ def restrict(student: SplitModel, lora: LoraConfig | None, freeze_head: bool, se
 
 
 def inject(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze a model and put adapters into it, in place; those of one seed are the same on every device.
+    """Freeze a model and put adapters into it, in place; adapters of one seed are the same on every device.
 
     UsageError: `peft` is not installed, or no layer, or one that cannot have an adapter, is named.
     """

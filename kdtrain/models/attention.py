@@ -79,7 +79,7 @@ def document_positions(segments_BT: Tensor) -> Tensor:
 
 
 def first_seen(segments_BT: Tensor) -> Tensor:
-    """Return the first position that each position sees, that of its document's start, int64 [B, 1, T, 1]."""
+    """Return the first position that each position sees, its document's start, int64 [B, 1, T, 1]."""
     here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
     return rearrange(torch.where(starts_BT, here_T, 0).cummax(dim=1).values, "b t -> b 1 t 1")
@@ -115,7 +115,7 @@ def block_mask(first_B1T1: Tensor) -> BlockMask:
 
 
 def _listed(blocks_B1QK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys are marked, [B, 1, Q], and the places of all, [B, 1, Q, K], marked ones first."""
+    """Return how many blocks of keys are marked, [B, 1, Q], and the places of all, [B, 1, Q, K], marked first."""
     places_B1QK = blocks_B1QK.int().argsort(dim=-1, descending=True, stable=True)
     return blocks_B1QK.sum(-1, dtype=torch.int32), places_B1QK.int()
 

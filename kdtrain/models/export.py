@@ -97,7 +97,7 @@ def export_model(
 
 @contextmanager
 def export_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
-    """Keep other exports out of `out` during the block, and remove what killed ones left.
+    """Keep other exports out of `out` during the block, and remove what killed exports left.
 
     An export replaces the whole folder, so that the lock is a file beside it. wait: seconds to wait for another export.
 
@@ -163,7 +163,7 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
 
 
 def complete_generation(model: Any, folder: Path) -> None:
-    """Give a model what it lacks of special tokens and generation settings, from the tokenizer's files in `folder`.
+    """Give a model the special tokens and generation settings that it lacks, from the tokenizer's files in `folder`.
 
     Settings that came with the weights stay. Fresh weights have only those that transformers derives from their
     configuration, in which the end of text may stand in for a start that the tokenizer does not have.

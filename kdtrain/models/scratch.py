@@ -105,7 +105,7 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
 
 
 def parameter_count(name: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> int:
-    """Count the parameters of a configuration's model, tied ones once. Raises `UsageError` that begins with `name`."""
+    """Count the parameters of a configuration's model, tied once. Raises `UsageError` that begins with `name`."""
 
     def make() -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)

@@ -145,7 +145,7 @@ class Folded:
     """[P] exp(z) of it, as a share of its cell's."""
 
     def unfold(self, dz_RV: Tensor, at_RE: Tensor, apart_R: Tensor, head: HeadPart) -> None:
-        """Carry the gradient of entries, `at_RE`, on to the tokens of their cells, and write that of labels there.
+        """Carry the gradient of entries, `at_RE`, to the tokens of their cells, and write the labels' gradient there.
 
         apart_R: the gradient in the logit of a label whose cell is folded.
         """

@@ -140,7 +140,7 @@ def measure(
     chunk: int | None = None,
     bytes_N: Tensor | None = None,
 ) -> Metrics:
-    """Measure N tokens; the arguments are those of `loss.distillation_loss`, and the bytes of each label.
+    """Measure N tokens; the arguments are the same as of `loss.distillation_loss`, and the bytes of each label.
 
     Sums that the targets do not contain are None. It waits for the device once.
     """

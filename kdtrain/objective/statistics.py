@@ -67,7 +67,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Entries:
-    """The single entries of a row of logits that a loss needs: the kept ones, then the label."""
+    """The single entries of a row of logits that a loss needs: the kept entries, then the label."""
 
     ids: Tensor
     """[R,K+1] int64, valid for a gather.

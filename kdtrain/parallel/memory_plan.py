@@ -451,7 +451,7 @@ def _output_head(job: Job, tokens: int) -> float:
 
 
 def _root_and_two(numbers: int, in_layers: int, layers: int) -> float:
-    """Return how many of `numbers` are gathered at once: all but those `in_layers`, and those of two layers."""
+    """Return how many of `numbers` are gathered at once: all but the numbers `in_layers`, and two layers' numbers."""
     return numbers - in_layers + 2.0 * in_layers / max(layers, 1)
 
 

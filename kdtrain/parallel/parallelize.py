@@ -226,8 +226,11 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 def sum_over_tensor_ranks(model: Any, layout: RankLayout) -> None:
-    """Make the gradients of weights that each tensor rank of a `SplitModel` holds whole those of one process, once a
-    step: the sum of what the ranks see, or where all see the same the first one's, so that no rounding parts them."""
+    """Make the gradients of weights that each tensor rank of a `SplitModel` holds whole the same as in one process.
+
+    Called once a step. They are the sum of what the ranks see, or where all see the same the first rank's, so that
+    no rounding parts them.
+    """
     if layout.tensor_size == 1:
         return
     group = layout.tensor_mesh.get_group()

@@ -254,7 +254,7 @@ def _cut_rows(module: nn.Module, mesh: Any) -> None:
 
 
 def _settle(model: nn.Module, device: torch.device) -> None:
-    """Move what is whole to `device`, and give each part memory of its own: a view would keep the whole alive."""
+    """Move whole tensors to `device`, and give each part memory of its own: a view would keep the whole alive."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if isinstance(parameter, DTensor):

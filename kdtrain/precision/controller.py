@@ -391,7 +391,7 @@ class PrecisionController:
         return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {stable}")
 
     def _loss_name(self) -> str:
-        """Name the loss that the rules judge, for a line: where alpha moves it is not that of a step's line."""
+        """Name the loss that the rules judge, for a line: where alpha moves it is not the loss of a step's line."""
         weight = self._memory.weight
         return "Loss" if weight is None else f"Loss at alpha {weight:.2f}"
 

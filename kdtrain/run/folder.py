@@ -163,7 +163,7 @@ def launch() -> str | None:
 
 
 def check_out(out: Path) -> bool:
-    """Return whether `out` holds a run; refuse what is neither that nor left by an attempt that became no run."""
+    """Return whether `out` holds a run; refuse all but what an attempt without a run has left."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
     if is_run(out):
@@ -286,8 +286,10 @@ def _trained(student: dict[str, Any]) -> str:
 
 
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """Return the options to record, without those of text if the run reads a cache, which has its own, and without
-    those of plugins that have their defaults."""
+    """Return the options to record.
+
+    Options of text are left out if the run reads a cache, which has its own, and a plugin's if all have their defaults.
+    """
     idle = {name for name, each in config.plugins.items() if each == type(each)()}
     idle |= _MAY_LACK if config.cache and config.data.data is None else set()
     return {section: table for section, table in shareable(config).items() if section not in idle}

@@ -306,7 +306,7 @@ def _open_teacher(
 def _refuse_other_tokenizer(
     config: DistillConfig, student: ModelSpec, teacher: "OnlineTeacher | None", facts: Facts | None
 ) -> None:
-    """Refuse a student whose tokenizer is not that of the data, or of the teacher of text that is not packed yet."""
+    """Refuse a student with another tokenizer than the data have, or the teacher of text that is not packed yet."""
     theirs = None
     if facts is not None:
         theirs = facts.tokenizer_digest
@@ -333,7 +333,7 @@ def _refuse_with_tensor_ranks(
 def _rate(
     config: DistillConfig, student: ModelSpec, vocab_size: int | None, earlier: float | None
 ) -> tuple[float, str | None]:
-    """Return the peak learning rate, and where that of `--lr auto` is from; earlier: that of a resumed run."""
+    """Return the peak learning rate, and where `--lr auto` took it from; earlier: the rate of a resumed run."""
     if config.optimizer.lr != "auto":
         return config.optimizer.peak_lr, None
     if earlier is not None:

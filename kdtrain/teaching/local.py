@@ -115,8 +115,9 @@ class LocalTeacher(OnlineTeacher):
         self.head = dataclasses.replace(head, weight=weight, bias=None if bias is None else bias.float())
 
     def pack(self, rows: Iterable[Batch], *, document_mask: bool = False) -> None:
-        """Pack the weights once. The loss with the whole ones is measured on the device if they fit there, else on a
-        CPU, on fewer rows.
+        """Pack the weights once.
+
+        The loss with the whole weights is measured on the device if they fit there, else on a CPU, on fewer rows.
         """
         if (kind := self.spec.weights) is None or is_packed(self.model):
             return

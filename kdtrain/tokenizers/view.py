@@ -66,7 +66,7 @@ class View:
         self.cells, self.spelling = Cells(theirs, own, count), Spelling(starts, spelled, len(own))
 
     def lines(self) -> list[str]:
-        """Describe for people what it costs to read the cache with another tokenizer."""
+        """Describe the costs of reading the cache with another tokenizer, for people."""
         facts = self.facts()
         kept = "" if facts["entropy_kept"] is None else f"; the cells keep {facts['entropy_kept']:.1%} of the entropy"
         left_out = ""
@@ -83,7 +83,7 @@ class View:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the alignment.
+        """Return the facts of the alignment.
 
         These are the cache's digest, entries of both tokenizers, cells, events, the share of the entropy that is kept;
         of the first split the shares of labels at common boundaries and within tokens of the teacher, the share of
@@ -285,6 +285,6 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 
 
 def identity_of(view: View) -> str:
-    """Return a digest of a view and its cache: not of what was measured, whose last bits depend on the machine."""
+    """Return a digest of a view and its cache, without measured numbers, whose last bits depend on the machine."""
     record = view.record
     return json_digest({"settings": record.settings, "shards": record.shards, "cells": record.cells["sha256"]})

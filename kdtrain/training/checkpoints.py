@@ -13,7 +13,7 @@ from kdtrain.training.state import TrainState, load_saved, packed
 
 
 class Checkpoints:
-    """Publishes the state of a run, protects what a rollback needs, and logs what is published.
+    """The publisher of a run's checkpoints, which protects what a rollback needs, and logs what is published.
 
     Args:
         config: every option.
@@ -69,7 +69,7 @@ class Checkpoints:
         return self.minutes > 0 and time.monotonic() - self.saved_at >= 60 * self.minutes
 
     def log_published(self) -> None:
-        """Write an event for each newly published checkpoint, and a log line for those of adaptive quantisation.
+        """Write an event for each newly published checkpoint, and a log line for a checkpoint of adaptive quantisation.
 
         Runs in the training thread, as all events do, so that they are in order.
         """

@@ -84,7 +84,7 @@ class Observer:
         """Log background failures by `warning(kind, text)`; called on rank 0 after each step and at the end."""
 
     def close(self) -> None:
-        """End what it does about events; called on rank 0 at the end of a run whose logs were opened."""
+        """End the work that events began; called on rank 0 at the end of a run whose logs were opened."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: fl
 
 
 def _of_one_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters by the mesh over which they are sharded: one kernel takes those of one mesh."""
+    """Return the parameters by the mesh over which they are sharded: one kernel takes the parameters of one mesh."""
     found: dict[Any, list[nn.Parameter]] = {}
     for each in parameters:
         found.setdefault(getattr(each, "device_mesh", None), []).append(each)

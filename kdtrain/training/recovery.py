@@ -296,7 +296,7 @@ class Recovery:
         )
 
     def _set_aside_broken(self) -> None:
-        """Set aside the checkpoints of the present weights, from which no step could be taken, if earlier ones exist.
+        """Set aside the checkpoints of the present weights, which allowed no step, if there are earlier checkpoints.
 
         The next start would resume from them. Weights to which the run was rolled back have been trained from before.
         """

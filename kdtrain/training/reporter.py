@@ -248,7 +248,7 @@ class Reporter:
         return parts | {"checkpoint": f"ckpt -{age}", "memory": f"mem {signs.grown_mib:+.0f} MiB"}
 
     def _check_health(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> None:
-        """Warn of what has become wrong since the line before."""
+        """Warn of signs of trouble that are new since the line before."""
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if not self.busy and self.student.device.type == "cpu" and load > _BUSY * cores:
             self.busy = True

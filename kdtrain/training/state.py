@@ -327,7 +327,7 @@ def seed_everything(seed: int, step: int, data_rank: int = 0) -> None:
 
 
 def _once(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of `module` without the second name of a tied weight, and without what is not trained."""
+    """Return the state dict of `module` without the second name of a tied weight, and without frozen entries."""
     seen: set[int] = set()
     unique, frozen = {}, getattr(module, "frozen", ())
     for name, tensor in module.state_dict(keep_vars=True).items():

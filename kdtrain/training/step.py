@@ -470,8 +470,11 @@ class Stepper:
         return norm, scale
 
     def _all_reduce_gradients(self) -> None:
-        """Sum the gradients that no wrapper exchanges: of temperature and projections over the data ranks, and over
-        the tensor ranks those of weights that each of these holds whole, of which they see parts."""
+        """Sum the gradients that no wrapper exchanges.
+
+        Over the data ranks these are of temperature and projections; over the tensor ranks, of weights that each rank
+        holds whole and whose gradient it sees in part.
+        """
         if world_size() > 1:
             exchange(self._unclipped(), self.layout.sum)
         sum_over_tensor_ranks(self.student.model, self.layout)

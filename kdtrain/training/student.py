@@ -386,7 +386,7 @@ class Student(PreTrainedModel):
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
-        """Run without compiled graphs in the block: hooks are not called in a graph, and what is rare needs none."""
+        """Run without compiled graphs in the block: hooks are not called in a graph, and rare forwards need none."""
         before = self.backbone, self.compile_objective
         self.backbone, self.compile_objective = self._backbone, False
         try:

@@ -91,7 +91,7 @@ def own_batches(
 
 
 def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:
-    """Validate all of `source` and each member of a mixture, by name, on what it is validated on when alone.
+    """Validate all of `source`, and each member of a mixture by name, on the text it is validated on when alone.
 
     The whole is then what a validation split would give that holds the members in the proportion in which training
     draws them; what one member does not know is unknown of it.

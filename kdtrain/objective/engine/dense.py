@@ -93,7 +93,7 @@ class DenseSums(NamedTuple):
     beta_e: Tensor
 
     def of_all(self, head: HeadPart, beta: Tensor) -> DenseSums:
-        """Return the sums over all parts of the head, from those of each."""
+        """Return the sums over all parts of the head, from the sums of each part."""
         if head.group is None:
             return self
         tops_2R = head.largest(torch.stack(self[:2]))

@@ -154,7 +154,7 @@ def _add(product: Tensor, into: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _rounding_inputs(settings: Any, kind: str, wanted: bool) -> Iterator[None]:
-    """Let a back end round the inputs of one fp32 product; the setting is that of the whole process."""
+    """Let a back end round the inputs of one fp32 product; the whole process has this setting."""
     before = wanted and settings.fp32_precision
     if wanted:
         settings.fp32_precision = kind

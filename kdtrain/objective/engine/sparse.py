@@ -38,7 +38,7 @@ class TailSums(NamedTuple):
     """[R] sum exp(beta (z - top)) (z - top)."""
 
     def of_all(self, head: HeadPart, beta: Tensor) -> TailSums:
-        """Return the sums over all parts of the head, from those of each."""
+        """Return the sums over all parts of the head, from the sums of each part."""
         if head.group is None:
             return self
         top_R = head.largest(self.top)

@@ -20,7 +20,7 @@ from kdtrain.training.sources.source import Facts
 
 
 def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, codec: CodecSpec) -> Facts:
-    """Return what is known of a text in the tokens of a student before they are made.
+    """Return the facts of a text in a student's tokens before the tokens are made.
 
     size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher.
     """

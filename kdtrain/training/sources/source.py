@@ -62,7 +62,7 @@ class Facts:
     """Of a mixture, its members by short names, in order; empty for one source alone."""
 
     def term(self, divergence: str) -> str:
-        """Name the teacher's part of the loss: the divergence, or across tokenizers what is compared."""
+        """Name the teacher's part of the loss: the divergence, or across tokenizers the compared terms."""
         return "+".join((self.alignment or {}).get("terms", ())) or divergence
 
     @property
