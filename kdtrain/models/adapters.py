@@ -64,7 +64,7 @@ _ONLY = {
 
 
 def restrict(student: SplitModel, lora: LoraConfig | None, freeze_head: bool, seed: int) -> None:
-    """Train only the adapters of a student, or all but its output head and what is tied to that, in place.
+    """Train only the adapters of a student, or all weights but its output head and those tied to it, in place.
 
     UsageError: as `inject`.
     """
@@ -79,7 +79,7 @@ def restrict(student: SplitModel, lora: LoraConfig | None, freeze_head: bool, se
 
 
 def inject(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze a model and put adapters into it, in place; those of one seed are the same on every device.
+    """Freeze a model and put adapters into it, in place; adapters of one seed are the same on every device.
 
     UsageError: `peft` is not installed, or no layer, or one that cannot have an adapter, is named.
     """
@@ -109,7 +109,7 @@ class _Sketch(nn.Module):
 
 
 def sketch(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """`inject` for a plan of memory, in a `FakeTensorMode`, in which `peft` fails; what DoRA adds is left out."""
+    """Do what `inject` does for a plan of memory, in a `FakeTensorMode`, where `peft` fails; without what DoRA adds."""
     lora = _whole(lora)
     model.requires_grad_(False)
     for name in _targets(model, lora):
@@ -123,7 +123,7 @@ def _whole(lora: LoraConfig) -> LoraConfig:
 
 
 def _settings(lora: LoraConfig, names: list[str], transposed: bool, base: str | None = None) -> Any:
-    """The configuration that `peft` takes, and writes."""
+    """Make the configuration of adapters that `peft` takes, and writes; base: where the frozen model is."""
     alpha = lora.lora_alpha or 32.0
     return optional("peft", "lora", "LoRA").LoraConfig(
         r=lora.lora_rank,
@@ -141,7 +141,7 @@ def _settings(lora: LoraConfig, names: list[str], transposed: bool, base: str | 
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """The names of the layers that get an adapter."""
+    """Return the names of the layers that get an adapter. UsageError: the options do not fit this model."""
     head, targets = model.get_output_embeddings(), cast(str, lora.lora_targets)
     who = f"--lora-targets {printable(targets[:200])}"
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
@@ -178,7 +178,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 
 def adapter_parts(model: nn.Module) -> set[nn.Module]:
-    """The modules of the adapters themselves."""
+    """Return the modules that the adapters add: the parts of each adapted layer without its base layer."""
     found: set[nn.Module] = set()
     for layer in adapted(model).values():
         found |= {*layer.modules()} - {*layer.get_base_layer().modules()}
@@ -187,7 +187,7 @@ def adapter_parts(model: nn.Module) -> set[nn.Module]:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """In the block the model is its base. Not `enable_adapters`, which also makes the adapters' tensors constants."""
+    """Turn the adapters off in the block; `enable_adapters` would also make the adapters' tensors constants."""
     layers = list(adapted(model).values())
     try:
         for each in layers:
@@ -199,13 +199,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
-    """The entries of the state dict that are not trained."""
+    """Return the names of the state dict's entries that are not trained."""
     trained = {id(each) for each in model.parameters() if each.requires_grad}
     return frozenset(name for name, each in model.state_dict(keep_vars=True).items() if id(each) not in trained)
 
 
 def frozen_digest(model: nn.Module, frozen: Iterable[str]) -> str:
-    """SHA-256 of these entries of the state dict: names as without adapters, shapes and bytes."""
+    """Return the SHA-256 of these entries of the state dict: names as without adapters, dtypes, shapes and bytes."""
     digest, entries = hashlib.sha256(), model.state_dict()
     for name in sorted(frozen):
         tensor = entries[name]
@@ -215,7 +215,7 @@ def frozen_digest(model: nn.Module, frozen: Iterable[str]) -> str:
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model with its adapters added to the weights, by the names that it has without them."""
+    """Return the state dict of the model with its adapters added to the weights, by the names without adapters."""
     layers, state = adapted(model), dict[str, Tensor]()
     for name, tensor in model.state_dict().items():
         if not any(name.startswith(f"{layer}.") for layer in layers):
@@ -245,7 +245,7 @@ def write_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, out: Path
 
 
 def _names_in_files(model: nn.Module) -> dict[str, str]:
-    """Name in a `peft` file -> name in the state dict, of each tensor of the adapters."""
+    """Return the name in the state dict of each tensor of the adapters, by its name in a `peft` file."""
     found = {}
     for name in model.state_dict():
         layer, dot, part = name.partition(".lora_")
@@ -256,7 +256,10 @@ def _names_in_files(model: nn.Module) -> dict[str, str]:
 
 
 def read_adapter(folder: Path) -> LoraConfig:
-    """The adapters of a `peft` folder, which may come from somebody else. UsageError: not LoRA that `inject` makes."""
+    """Read the configuration of the adapters in a `peft` folder, which may come from somebody else.
+
+    UsageError: it is not LoRA that `inject` makes.
+    """
     try:
         table = read_json(folder / ADAPTER_CONFIG, dict[str, Any])
     except (OSError, ValueError) as error:
@@ -272,9 +275,9 @@ def read_adapter(folder: Path) -> LoraConfig:
 
 
 def lora_of(values: Mapping[str, Any], names: Iterable[str], where: str) -> LoraConfig:
-    """The adapters that a stranger's file describes: its numbers, and the layers that its tensors' names say.
+    """Make the configuration of the adapters that a stranger's file describes by its numbers and its tensors' names.
 
-    UsageError: they are none; the message begins with `where`.
+    UsageError: they describe no adapters; the message begins with `where`.
     """
     numbers = {f"lora_{name}" for name in _READ}
     try:
@@ -285,7 +288,10 @@ def lora_of(values: Mapping[str, Any], names: Iterable[str], where: str) -> Lora
 
 
 def layers_in(names: Iterable[str]) -> list[str]:
-    """The layers with an adapter, by the names of the adapters' tensors. UsageError: there are other tensors."""
+    """Return the layers with an adapter, by the names of the adapters' tensors.
+
+    UsageError: there are other tensors, or more than any model has.
+    """
     found: dict[str, None] = {}
     for count, name in enumerate(names):
         if count == _MOST:

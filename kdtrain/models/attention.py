@@ -79,7 +79,7 @@ def document_positions(segments_BT: Tensor) -> Tensor:
 
 
 def first_seen(segments_BT: Tensor) -> Tensor:
-    """Return the first position that each position sees, that of its document's start, int64 [B, 1, T, 1]."""
+    """Return the first position that each position sees, its document's start, int64 [B, 1, T, 1]."""
     here_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     starts_BT = F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
     return rearrange(torch.where(starts_BT, here_T, 0).cummax(dim=1).values, "b t -> b 1 t 1")
@@ -115,7 +115,7 @@ def block_mask(first_B1T1: Tensor) -> BlockMask:
 
 
 def _listed(blocks_B1QK: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of marked blocks of keys, [B, 1, Q], and their places, [B, 1, Q, K], in front of the others'."""
+    """Return how many blocks of keys are marked, [B, 1, Q], and the places of all, [B, 1, Q, K], marked first."""
     places_B1QK = blocks_B1QK.int().argsort(dim=-1, descending=True, stable=True)
     return blocks_B1QK.sum(-1, dtype=torch.int32), places_B1QK.int()
 
@@ -169,20 +169,23 @@ def use_cached_attention(model: Any) -> None:
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor lies on a GPU."""
+    """Return whether a tensor lies on a GPU."""
     return tensor.is_cuda
 
 
 def grouped_in_fp32(query: Tensor, key: Tensor) -> bool:
-    """Whether a GPU would multiply grouped queries in fp32: the one kernel for both in some releases of torch is the
-    plain one, which holds all scores of T x T. With repeated keys and values the memory-efficient one fits."""
+    """Return whether a GPU would multiply grouped queries in fp32.
+
+    The one kernel for both in some releases of torch is the plain one, which holds all scores of T x T. With repeated
+    keys and values the memory-efficient one fits.
+    """
     if not is_cuda(query) or query.shape[1] == key.shape[1] or torch.is_autocast_enabled("cuda"):
         return False
     return query.dtype == torch.float32
 
 
 def fits_causal(config: Any) -> bool:
-    """Whether `CAUSAL` may replace the attention of a model of this configuration, before it is proven equal."""
+    """Return whether `CAUSAL` may replace the attention of a model of this configuration, before it is proven equal."""
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     chunked = getattr(config, "attention_chunk_size", None) is not None
     own = config._attn_implementation
@@ -192,7 +195,7 @@ def fits_causal(config: Any) -> bool:
 
 
 def flex_fits(query: Tensor, dropout: float) -> bool:
-    """Whether FlexAttention has a kernel for these queries."""
+    """Return whether FlexAttention has a kernel for these queries."""
     return query.is_cuda and query.shape[3] >= 16 and dropout == 0
 
 
@@ -210,7 +213,7 @@ def _fused_attention(
 
 
 def _mask(make: Any, first_B1T1: Tensor | None, window: int | None, query: Tensor) -> Any:
-    """The mask that `make` makes for documents and a window; the layers of a batch share it."""
+    """Return the mask that `make` makes for documents and a window; the layers of a batch share it."""
     here_T1 = torch.arange(query.shape[2], device=query.device)[:, None]
     shared: dict[Any, Any] = {}
     if first_B1T1 is None:
@@ -231,7 +234,7 @@ kernel_orders: dict[int, list[SDPBackend]] = {}
 
 
 class KernelShape(NamedTuple):
-    """What a kernel is timed on; a group is a head of keys and values."""
+    """The shape of the attention that is timed for a kernel; a group is a head of keys and values."""
 
     batch: int
     heads: int
@@ -244,7 +247,7 @@ _times: dict[tuple[KernelShape, torch.dtype], dict[str, float]] = {}
 
 
 def kernel_seconds(kernel: SDPBackend, shape: KernelShape, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds of a layer's causal attention, forward and backward; infinite where the kernel does not fit."""
+    """Time a layer's causal attention, forward and backward, in seconds; infinite where the kernel does not fit."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (shape.heads, shape.groups, shape.groups)
     made = [torch.empty(shape.batch, shape.length, each, shape.width, dtype=dtype, device=device) for each in heads]

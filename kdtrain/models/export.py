@@ -97,7 +97,7 @@ def export_model(
 
 @contextmanager
 def export_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
-    """Keep other exports out of `out` during the block, and remove what killed ones left.
+    """Keep other exports out of `out` during the block, and remove what killed exports left.
 
     An export replaces the whole folder, so that the lock is a file beside it. wait: seconds to wait for another export.
 
@@ -132,7 +132,7 @@ def refuse_foreign(out: Path) -> None:
 
 
 def _exported(folder: Path) -> set[str]:
-    """The files of an export if all are unchanged, else none."""
+    """Return the files of an export, its record among them, if all are unchanged; else an empty set."""
     try:
         files = typed(read_sealed(folder / ORIGIN).get("files"), dict[str, str])
         sound = all(file_digest(folder / name) == digest for name, digest in files.items())
@@ -163,7 +163,7 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
 
 
 def complete_generation(model: Any, folder: Path) -> None:
-    """Give a model what it lacks of special tokens and generation settings, from the tokenizer's files in `folder`.
+    """Give a model the special tokens and generation settings that it lacks, from the tokenizer's files in `folder`.
 
     Settings that came with the weights stay. Fresh weights have only those that transformers derives from their
     configuration, in which the end of text may stand in for a start that the tokenizer does not have.
@@ -194,7 +194,7 @@ def complete_generation(model: Any, folder: Path) -> None:
 
 
 def _inside(config: Any, ids: int | list[int] | None) -> int | list[int] | None:
-    """The ids that a model's vocabulary has; None for none."""
+    """Return the ids that are in a model's vocabulary; None if there are none."""
     size = config.get_text_config().vocab_size
     if isinstance(ids, list):
         return [each for each in ids if each < size] or None

@@ -135,7 +135,7 @@ class PackedLinear(nn.Module):
         return weight_OD.T if self.transposed else weight_OD
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., O], in the dtype of autocast, or else of x."""
+        """Multiply x [..., D] by the unpacked weight, [..., O], in the dtype of autocast, or else of x."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         y: Tensor = _Product.apply(x, self.packed, self.scale, self.kind, self.shape, dtype)
@@ -203,24 +203,24 @@ def pack(
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether `pack` has changed a model."""
+    """Return whether `pack` has changed a model."""
     return any(isinstance(each, PackedLinear) for each in model.modules())
 
 
 def whole_size(model: nn.Module) -> int:
-    """The numbers of a model's weights, packed or not; a tied weight counts once."""
+    """Count the numbers of a model's weights, packed or not; a tied weight counts once."""
     layers = (each for each in model.modules() if isinstance(each, PackedLinear))
     return sum(each.numel() for each in model.parameters()) + sum(prod(each.shape) for each in layers)
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Bytes of the weights of a model that are not trained."""
+    """Count the bytes of a model's weights that are not trained."""
     packed = (each for layer in model.modules() if isinstance(layer, PackedLinear) for each in layer.buffers())
     return sum(each.nbytes for each in (*packed, *(each for each in model.parameters() if not each.requires_grad)))
 
 
 def int8_config() -> Any:
-    """How torchao makes int8 weights: symmetric, a scale for each row; no setting of the compiler changes."""
+    """Return torchao's options for int8 weights: symmetric, a scale a row; no setting of the compiler changes."""
     quantization: Any = optional("torchao.quantization", "fp8", "int8")
     return quantization.Int8WeightOnlyConfig(version=2, set_inductor_config=False)
 

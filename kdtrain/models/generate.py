@@ -31,7 +31,7 @@ _APART = {False: 1e-3, True: 0.1}  # of the spread of the logits, by whether a f
 
 
 class Decoder:
-    """The logits of the next token of a split model, which keeps the keys of what its last call read.
+    """A split model as a decoder: it returns the next token's logits, and keeps the keys of its last call's tokens.
 
     Args:
         model: in evaluation mode.
@@ -62,7 +62,7 @@ class Decoder:
         return logits_BV
 
     def _logits(self, tokens_BT: Tensor, past: DynamicCache | None = None, last: int = 1) -> Tensor:
-        """The logits of the last tokens, [B, last, V]."""
+        """Return the logits of the last `last` tokens, [B, last, V]."""
         with self._inside():
             hidden_BTD = self._model(tokens_BT, past=past)
         return self._model.head(hidden_BTD[:, -last:])[..., : self._width]
@@ -145,7 +145,7 @@ def generate(
 
 
 def draw(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """Inverse-CDF samples [B] at chances in [0, 1), of the most likely entries that have `top_p` together.
+    """Draw samples [B], by the inverse CDF at chances in [0, 1), of the likeliest entries that have `top_p` together.
 
     A row without a distribution gives any id.
     """

@@ -180,7 +180,7 @@ def state_ties(model: Any) -> None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers: the members of the longest list of modules."""
+    """Return the transformer layers of a model: the members of its longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=lambda modules: len(modules), default=[]))
 
@@ -259,7 +259,7 @@ class _Probe:
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window of a model's configuration; None if there is none or it is unused."""
+    """Return the sliding window of a model's configuration; None if there is none or it is unused."""
     used = getattr(config, "use_sliding_window", True)
     types = getattr(config, "layer_types", None)
     if not used or (types is not None and "sliding_attention" not in types):
@@ -308,7 +308,7 @@ def _prove_a_form(pieces: SplitModel, tokens_BT: Tensor) -> bool:
 
 
 def _trains_more(head: Any, embedding: Any) -> bool:
-    """Whether head or tied embedding train more than a weight and a bias: no probe sees a fresh adapter."""
+    """Return whether head or tied embedding train more than a weight and a bias: no probe sees a fresh adapter."""
     own = {id(each) for each in head.parameters()}
     modules = [head, embedding] if any(id(each) in own for each in embedding.parameters()) else [head]
     known = {id(getattr(each, name, None)) for each in modules for name in ("weight", "bias")}
@@ -347,14 +347,14 @@ def _name(model: nn.Module) -> str:
 
 
 def router_weight(model: nn.Module) -> float:
-    """The weight of the auxiliary loss by the model's configuration; 0 for a dense model, or one without this loss."""
+    """Return the weight of the auxiliary loss by the model's configuration; 0 for a model without this loss."""
     whole = _base(model)
     weight = getattr(whole.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
     return float(weight) if _balancing(whole) is not None and experts_of(whole.config) is not None else 0.0
 
 
 def router_loss(model: nn.Module, router_logits: tuple[Tensor, ...]) -> Tensor:
-    """The auxiliary loss, a scalar, of the logits [B*T, experts] of the router of each layer."""
+    """Compute the auxiliary loss, a scalar, of the logits [B*T, experts] of the router of each layer."""
     whole = _base(model)
     counts, function = experts_of(whole.config), _balancing(whole)
     assert counts is not None and function is not None
@@ -363,7 +363,7 @@ def router_loss(model: nn.Module, router_logits: tuple[Tensor, ...]) -> Tensor:
 
 
 def experts_of(config: Any) -> tuple[int, int] | None:
-    """The number of experts of a layer, and of those to which a token is routed; None for a dense model."""
+    """Return how many experts a layer has, and to how many of them it routes a token; None for a dense model."""
     text = config.get_text_config()
     # a name that is bound within the loop would break the graph of torch 2.11
     experts = next(filter(None, (getattr(text, name, None) for name in EXPERTS)), None)

@@ -99,7 +99,7 @@ _AT_LEAST_ONE = re.compile(
 
 
 class ModelFile(Protocol):
-    """A file that is a whole model, opened; a package registers what opens those of an ending (`FORMATS`)."""
+    """A whole model in one file, opened; a package registers what opens files of an ending (`FORMATS`)."""
 
     folder: Path
     """What transformers saves of a model but its weights: configuration, tokenizer, settings for sampling."""
@@ -197,7 +197,7 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
 
 
 def has_weights(spec: ModelSpec) -> bool:
-    """Whether the weights of a spec are on this machine, for which nothing is fetched; fresh ones always are."""
+    """Return whether the weights of a spec are on this machine, without fetching any; fresh weights always are."""
     if spec.kind != LOCAL or spec.init != "pretrained" or opened(spec.source):
         return True
 
@@ -313,9 +313,9 @@ _inside: list[tuple[int, bool]] = []  # one for each caller of never_asking, the
 
 @contextlib.contextmanager
 def never_asking(offline: bool = False) -> Iterator[None]:
-    """transformers asks nothing on stdin inside: it refuses the code of a model that nobody trusted, at once.
+    """Keep transformers from asking on stdin in the block: it refuses at once the code of a model that nobody trusted.
 
-    offline: nor does it ask the hub, only what was fetched before.
+    offline: True if it may not ask the hub either, and only has what was fetched before.
 
     An argument is not enough, because it does not reach the parts of composite models. Threads may be inside side by
     side: the last to leave restores what the first one found.
@@ -355,7 +355,7 @@ def ask(source: str, load: Callable[[], Answer]) -> Answer:
 
 
 def revision_of(spec: ModelSpec) -> str:
-    """The branch, tag or commit on the hub."""
+    """Return the branch, tag or commit of a spec on the hub, `main` where it states none."""
     return spec.revision or "main"
 
 

@@ -22,9 +22,9 @@ Logits = Callable[[Tensor], Tensor]
 
 
 def passages(documents: Iterable[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[list[int], int]]:
-    """The tokens of each passage to the end of its last word, the last `seq_len` at most, and how many are the word's.
+    """Yield each passage's tokens up to its last word's end, the last `seq_len` at most, and how many are the word's.
 
-    UsageError: a row has no last word, or nothing before it.
+    UsageError: a row is a conversation, has no last word after others, or none of the other words within `seq_len`.
     """
     for document in documents:
         if document.text is None:
@@ -44,7 +44,7 @@ def passages(documents: Iterable[Document], tokenizer: Any, seq_len: int) -> Ite
 
 
 def is_right(logits: Logits, tokens: list[int], own: int, device: torch.device) -> bool:
-    """Whether a model writes the last `own` of `tokens` greedily after the others."""
+    """Return whether a model writes the last `own` of `tokens` greedily after the others."""
     tokens_BT = torch.tensor([tokens], device=device)
     with torch.no_grad():
         likely_T = logits(tokens_BT[:, :-1])[0, -own:].argmax(-1)

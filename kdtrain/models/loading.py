@@ -61,22 +61,22 @@ def load_teacher(spec: ModelSpec, device: str, seed: int = 0) -> PreTrainedModel
 
 
 def vocabulary(spec: ModelSpec) -> int:
-    """Rows of the output head by a spec's configuration, without loading a weight."""
+    """Return the rows of the output head by a spec's configuration, without loading a weight."""
     return int(configuration(spec, None).get_text_config().vocab_size)
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a folder is not a run, and holds a model as transformers saves it."""
+    """Return whether a folder is not a run, and holds a model as transformers saves it."""
     return (path / "config.json").is_file() and not (path / "config.toml").exists()
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a path is a `peft` folder."""
+    """Return whether a path is a `peft` folder."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers with an adapter, by name."""
+    """Return the layers with an adapter, by name."""
     if "peft" not in sys.modules:
         return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -85,7 +85,7 @@ def adapted(model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_overflow(state: Mapping[str, Tensor], kind: torch.dtype) -> None:
-    """UsageError: a finite number of `state` is beyond the largest of `kind`."""
+    """Raise a UsageError if a finite number of `state` is beyond the largest of `kind`."""
     for name, each in state.items():
         if each.is_floating_point() and (each.isfinite() & each.to(kind).isinf()).any():
             ends = f"{str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.5g}"
@@ -93,7 +93,7 @@ def refuse_overflow(state: Mapping[str, Tensor], kind: torch.dtype) -> None:
 
 
 def with_weights_of(folder: Path, spec: ModelSpec) -> ModelSpec:
-    """`spec`, but with the model in `folder`, which agrees with all that the configuration of `spec` states.
+    """Return `spec` with the model in `folder`, which agrees with all that the configuration of `spec` states.
 
     Raises `UsageError` where it does not.
     """
@@ -134,18 +134,18 @@ def load_student(spec: ModelSpec, *, vocab_size: int | None, seed: int, device: 
 
 
 def architecture(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a model, which decides its shape and its forward, as plain JSON values."""
+    """Return the configuration of a model, which decides its shape and its forward, as plain JSON values."""
     return plain_config(whole_model(model).config)
 
 
 def plain_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """A configuration as plain JSON values, without what does not decide the forward: see `architecture`."""
+    """Return a configuration as plain JSON values, without the keys that do not decide the forward."""
     kept = json.loads(config.to_json_string())
     return {key: value for key, value in kept.items() if key not in ("transformers_version", "dtype", "_name_or_path")}
 
 
 def generation_settings(model: nn.Module) -> dict[str, Any]:
-    """A model's settings for sampling and the tokens that end its texts, as plain JSON values."""
+    """Return a model's settings for sampling and the tokens that end its texts, as plain JSON values."""
     given = whole_model(model).generation_config
     return {} if given is None else json.loads(given.to_json_string())
 
@@ -153,7 +153,7 @@ def generation_settings(model: nn.Module) -> dict[str, Any]:
 def model_of(
     name: str, kept: dict[str, Any], attention: str, generation: dict[str, Any] | None = None
 ) -> PreTrainedModel:
-    """A float32 model of an `architecture`, with its `generation_settings`; the caller loads its weights.
+    """Make a float32 model of an `architecture`, with its `generation_settings`; the caller loads its weights.
 
     Safe for tables of an unknown author: no code runs. Raises `UsageError` that begins with `name`.
     """
@@ -209,7 +209,7 @@ def refuse_long(model: nn.Module | PreTrainedConfig, name: str, seq_len: int) ->
 
 
 def active_parameters(model: nn.Module) -> int:
-    """The parameters that take part for one token: of the experts of a mixture only those to which it is routed."""
+    """Count the parameters that one token uses: of a mixture's experts, the share to which the token is routed."""
     experts, chosen = experts_of(whole_model(model).config) or (1, 1)
     share = Fraction(chosen, experts)
     return int(sum(each.numel() * (share if ".experts." in name else 1) for name, each in model.named_parameters()))
@@ -223,14 +223,14 @@ def check_fits(model: SplitModel, name: str, seq_len: int, document_mask: bool) 
 
 
 def check_student(spec: ModelSpec, seq_len: int, document_mask: bool) -> None:
-    """`check_fits` of a student that is loaded for it."""
+    """Load a student to check that it fits, as `check_fits` does."""
     size = None if spec.config is None or "vocab_size" in spec.config else 512
     model = split(load_student(spec, vocab_size=size, seed=0, device="cpu"))
     check_fits(model, spec.name, seq_len, document_mask)
 
 
 def whole_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers itself, of a split one."""
+    """Return the model of transformers that a split model holds, or the model itself."""
     whole = model if isinstance(model, PreTrainedModel) else model.model
     assert isinstance(whole, PreTrainedModel)
     return whole

@@ -52,7 +52,7 @@ class HeadPart:
         return self.shape(F.linear(hidden_BTD.to(self.weight.dtype), self.weight, bias))
 
     def to(self, device: torch.device) -> "HeadPart":
-        """The same head on a device."""
+        """Return the same head on a device."""
         weight, bias = (None if each is None else each.to(device) for each in (self.weight, self.bias))
         return replace(self, weight=weight, bias=bias)
 
@@ -149,13 +149,13 @@ class HeadPart:
         return top_R + self.sum((lse_R - top_R).exp()).log()
 
     def _find(self, z_RV: Tensor, ids_RE: Tensor) -> tuple[Tensor, Tensor]:
-        """The column of each id, 0 for one of another part, and which are here."""
+        """Return the column of each id, 0 for an id of another part, and which ids are here."""
         column_RE = ids_RE - self.first
         here_RE = (column_RE >= 0) & (column_RE < z_RV.shape[1])
         return column_RE.masked_fill(~here_RE, 0), here_RE
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """Derivative of the logits `z` in the product with the weight; 0 where z is masked."""
+        """Return the derivative of the logits `z` in the product with the weight; 0 where z is masked."""
         if self.softcap is None:
             return self.scale
         return self.scale * (1.0 - (z.clamp(min=-self.softcap) / self.softcap) ** 2)
@@ -165,7 +165,7 @@ Head = HeadPart  # the name that `import kdtrain` offers
 
 
 def refuse_vocabulary(vocab_size: int, cached: int, used: int) -> None:
-    """UsageError: a student's `vocab_size` logits cannot hold the ids of a cache (both sizes named).
+    """Raise a UsageError if a student's `vocab_size` logits cannot hold the ids of a cache (both sizes named).
 
     More rows than the teacher's are fine, the trainer ignores them. Fewer are fine while only padding is missing: the
     tokenizer fits, and the difference is at most 1,024 or 1 % of the teacher's rows.

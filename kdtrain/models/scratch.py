@@ -65,7 +65,7 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
 
 
 def layers_config(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrainedConfig:
-    """The configuration of a model of some layers of a teacher."""
+    """Return the configuration of a model of the layers `layers` of a teacher."""
     config = copy.deepcopy(teacher)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]
@@ -74,7 +74,7 @@ def layers_config(teacher: PreTrainedConfig, layers: tuple[int, ...]) -> PreTrai
 
 
 def initialised(spec: ModelSpec, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """A float32 model of a configuration on initial weights drawn from `seed`. UsageError: it cannot work."""
+    """Make a float32 model of a configuration with initial weights drawn from `seed`. UsageError: it cannot work."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = new_model(spec.name, config, spec.attention, trust_remote_code=spec.trust_remote_code)
@@ -105,7 +105,7 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
 
 
 def parameter_count(name: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> int:
-    """How many parameters a configuration's model has, tied ones once. Raises `UsageError` that begins with `name`."""
+    """Count the parameters of a configuration's model, tied once. Raises `UsageError` that begins with `name`."""
 
     def make() -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
@@ -115,7 +115,7 @@ def parameter_count(name: str, config: PreTrainedConfig, *, trust_remote_code: b
 
 
 def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
-    """The transformers configuration of a spec; `vocab_size` for a `[config]` without one."""
+    """Return the transformers configuration of a spec; `vocab_size`: for a `[config]` that states none."""
     if spec.config is None and spec.init == "teacher-layers":
         return layers_config(configuration(read_spec(cast(str, spec.teacher), "teachers"), None), spec.layers)
     if spec.config is None:
@@ -147,6 +147,6 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
 
 
 def _reads(config: PreTrainedConfig, key: str) -> bool:
-    """Whether a model's code asks for a key that its configuration does not declare, as Qwen's for `head_dim`."""
+    """Return whether a model's code reads a key that its configuration does not declare, as Qwen's `head_dim`."""
     code = Path(inspect.getfile(type(config)).replace("configuration_", "modeling_"))
     return code.is_file() and f'getattr(config, "{key}"' in code.read_text()

@@ -51,7 +51,7 @@ ORIGIN = "kdtrain.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Where a teacher or a student comes from."""
+    """The source of a teacher or a student: its architecture, its weights and its tokenizer."""
 
     name: str
     """The name of the model in logs and tables."""
@@ -120,7 +120,7 @@ class ModelSpec:
 
 
 def shipped(kind: Literal["teachers", "students"]) -> dict[str, Path]:
-    """The TOML files that ship with kdtrain, by name: those of the source tree, or of an installed package."""
+    """Return the TOML files that ship with kdtrain, by name, from the source tree or the installed package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "shipped"
     folder = (installed if installed.is_dir() else package.parent) / kind
@@ -178,14 +178,14 @@ def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> 
 
 
 def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
-    """The spec of the teacher of a student: as `read_spec`, or of the student itself."""
+    """Return the spec of a student's teacher: read as `read_spec` does, or the student's own for the name `self`."""
     if name == SELF:
         return replace(student, name=SELF, kind=SELF, lora=None, weights=None)
     return read_spec(name, "teachers")
 
 
 def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
-    """A spec whose weights are held in another format; None: as in the spec.
+    """Return a spec whose weights are held in the format `weights`; None keeps the spec's own.
 
     parallel: how the ranks hold the model. UsageError: there are no such weights here, or they would be sharded.
     """
@@ -199,7 +199,7 @@ def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel
 
 
 def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
-    """The files and folders that a spec names, its own unless it ships, by the word for each.
+    """Return the files and folders that a spec names, by the word for each; its own path only if it does not ship.
 
     A hub id may be among them. Raises `UsageError` as `read_spec`.
     """
@@ -213,7 +213,7 @@ def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> d
 
 
 def foreign_beside(path: Path) -> Iterator[Path]:
-    """Files of what may come from somebody else, in the folder of `path` or one above, also where links lead."""
+    """Yield the files of `_FOREIGN` in the folder of `path` and those above, also where links lead."""
     folders = {*path.absolute().parents, *path.resolve().parents}
     return (each for folder in folders for name in _FOREIGN for each in folder.glob(name))
 
@@ -232,7 +232,7 @@ def model_file(path: Path) -> str | None:
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether `source` can be a hub id, org/name, and is neither a model's file nor a path into an existing folder."""
+    """Return whether `source` can be a hub id, org/name, and neither a model's file nor a path into a folder."""
     own = Path(source).suffix[1:] in FORMATS.names() or Path(source.split("/")[0]).is_dir()
     return bool(_HUB_ID.fullmatch(source)) and not own
 
@@ -311,7 +311,7 @@ def _in_package(text: str, where: str) -> str:
 
 
 def _lora(path: Path, table: Any) -> LoraConfig:
-    """The adapters of a spec's table [lora], whose keys are the options without `lora_`."""
+    """Read the adapters of a spec's table [lora], whose keys are the options without `lora_`."""
     known = [each.name.removeprefix("lora_") for each in dataclasses.fields(LoraConfig)]
     if not isinstance(table, dict) or "rank" not in table:
         raise UsageError(f"{path}: lora is a table with a rank; write [lora] and rank = 16 below it")
@@ -367,7 +367,7 @@ def _refuse_wrong_types(spec: ModelSpec) -> None:
 
 
 def is_export(folder: Path) -> bool:
-    """Whether `export_model` wrote a folder, by its sealed `kdtrain.json`; its other files may have changed."""
+    """Return whether `export_model` wrote a folder, by its sealed `kdtrain.json`; its other files may have changed."""
     try:
         return bool(read_sealed(folder / ORIGIN))
     except (OSError, ValueError):

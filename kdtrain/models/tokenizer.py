@@ -67,9 +67,10 @@ def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
 
 
 def ends_of(spec: ModelSpec, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a teacher's texts, ascending: by its tokenizer, and by what came with that and with its weights.
+    """Return the ids that end a teacher's texts, ascending.
 
-    Raises `UsageError` if they cannot be read.
+    They come from its tokenizer and from the generation settings that came with that and with its weights. Raises
+    `UsageError` if they cannot be read.
     """
     sources = [spec, replace(spec, tokenizer=None)] if spec.tokenizer and spec.source else [spec]
     return tuple(sorted({each for source in sources for each in end_tokens(generation_of(source), tokenizer)}))
@@ -89,7 +90,7 @@ class ChatTokenizer:
 
 
 def savable_generation(given: GenerationConfig) -> GenerationConfig:
-    """`given`, or its special tokens alone if transformers loads it but refuses to write it."""
+    """Return `given`, or its special tokens alone if transformers loads it but refuses to write it."""
     try:
         given.validate(strict=True)
     except (ValueError, TypeError):
@@ -98,7 +99,7 @@ def savable_generation(given: GenerationConfig) -> GenerationConfig:
 
 
 def generation_from(name: str, table: Mapping[str, Any]) -> GenerationConfig:
-    """The generation settings of a table of an unknown author. Raises `UsageError` that begins with `name`."""
+    """Make the generation settings in the table of an unknown author. Raises `UsageError` that begins with `name`."""
     # GenerationConfig takes any name, even that of one of its methods
     known = GenerationConfig().to_dict().keys()
     kept = {key: value for key, value in table.items() if key in known}
@@ -107,7 +108,7 @@ def generation_from(name: str, table: Mapping[str, Any]) -> GenerationConfig:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 over the parts of a tokenizer that decide the ids.
+    """Return the SHA-256 over the parts of a tokenizer that decide the ids.
 
     These are the model (vocabulary, merges), the normalizer, the pre-tokenizer and the added tokens with their ids;
     padding and truncation, which loading and use change, are left out.
@@ -147,7 +148,7 @@ def digest_of(tokenizer: ModelSpec | Path | str | None) -> str | None:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer in a folder that may have been downloaded, by path, to be published with a student.
+    """Read the files of a tokenizer in a folder that may have been downloaded, by path, to publish with a student.
 
     Only `TOKENIZER_FILES`, named chat templates and the generation settings beside them, and none by a link: a link may
     lead to a file of the user's. UsageError: one is a link, or cannot be read.
@@ -164,7 +165,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def byte_lengths(folder: Path | None) -> np.ndarray | None:
-    """The bytes of each token of the tokenizer in `folder`, then 0 for any other id; None where they are not known."""
+    """Return how many bytes each token of the tokenizer in `folder` has, then 0 for any other id; None if unknown."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     try:
@@ -174,7 +175,7 @@ def byte_lengths(folder: Path | None) -> np.ndarray | None:
 
 
 def end_tokens(generation: GenerationConfig | None, tokenizer: Any = None) -> tuple[int, ...]:
-    """The ids that end a text, ascending, by the generation settings of a model and its tokenizer."""
+    """Return the ids that end a text, ascending, by the generation settings of a model and its tokenizer."""
     stated = getattr(generation, "eos_token_id", None)
     found = set(stated if isinstance(stated, list | tuple) else [stated])
     found.add(getattr(tokenizer, "eos_token_id", None))
@@ -182,13 +183,13 @@ def end_tokens(generation: GenerationConfig | None, tokenizer: Any = None) -> tu
 
 
 def filler_token(tokenizer: Any, ends: tuple[int, ...]) -> int:
-    """The id that fills a row behind its text: the one for padding, or the lowest, but none that ends a text."""
+    """Return the id that fills a row behind its text: the id for padding, or the lowest, but none that ends a text."""
     choices = (getattr(tokenizer, "pad_token_id", None), *range(len(ends) + 1))
     return next(each for each in choices if each is not None and each not in ends)
 
 
 def named(tokens: tuple[int, ...], tokenizer: Any) -> str:
-    """Ids with their texts, for a message."""
+    """Describe ids with their texts, for a message."""
     shown = []
     for each in tokens[:_SHOWN]:
         text = str(tokenizer.convert_ids_to_tokens(each)) if each < len(tokenizer) else "no token"

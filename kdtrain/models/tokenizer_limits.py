@@ -55,7 +55,7 @@ class _Model(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """What is checked."""
+    """The parts of tokenizer.json that are checked."""
 
     added_tokens: Any = None
     normalizer: Any = None
@@ -97,7 +97,7 @@ def refuse_endless(path: Path) -> None:
 
 
 def entries_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and value of nested tables and lists; the entries of a list have the key ''."""
+    """Yield every key and value of nested tables and lists; the entries of a list have the key ''."""
     left = [value]
     while left:
         each = left.pop()
@@ -107,7 +107,7 @@ def entries_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> int:
-    """The most characters that a step makes of one."""
+    """Return the most characters that a step makes of one character."""
     if "pattern" in step and "content" in step:
         pattern, made = step["pattern"], _longest(step["content"])
         literal, regex = (pattern.get(kind) if isinstance(pattern, dict) else None for kind in ("String", "Regex"))
@@ -123,12 +123,12 @@ def _growth(step: dict[str, Any]) -> int:
 
 
 def _longest(text: Any) -> int:
-    """Characters of a text, also after a later step has decomposed them."""
+    """Count the characters of a text, also after a later step has decomposed them."""
     return max(len(text), len(unicodedata.normalize("NFKD", text))) if isinstance(text, str) else 0
 
 
 def _longest_replacement(charsmap: Any) -> int:
-    """Characters of the longest text in a SentencePiece map: a trie behind its size, then texts that end in a NUL."""
+    """Count the characters of the longest text in a SentencePiece map: a trie behind its size, then NUL-ended texts."""
     try:
         content = base64.b64decode(charsmap)
     except (TypeError, ValueError, binascii.Error):  # which tokenizers refuses

@@ -34,13 +34,13 @@ class Batch:
     """[N, D] for each layer of the teacher that a hidden-state loss compares, at the student's positions."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same batch with `change` applied to every tensor."""
+        """Return the same batch with `change` applied to every tensor."""
         targets = None if self.targets is None else self.targets.each(change)
         own = change(self.tokens), change(self.loss_mask), change(self.segments)
         return Batch(*own, targets, tuple(map(change, self.states)))
 
     def fields(self) -> dict[str, Tensor]:
-        """The batch as named tensors whose first dimension is B, which any trainer can move, split and concatenate.
+        """Return the batch as named tensors of first dimension B, which any trainer can move, split and concatenate.
 
         tokens, loss_mask, segments as above; labels [B, T+1], the tokens with -100 where the loss mask is off, for
         trainers that count the tokens of the loss themselves. Sparse targets (`SparseTargets`): ids, logprobs
@@ -63,7 +63,7 @@ Codec = tuple[tuple[float, ...], int]
 
 
 class Collator:
-    """Makes a `Batch` of named tensors: the inverse of `Batch.fields`, with what all sequences of a data set share.
+    """A maker of batches from named tensors, as `Batch.fields` has them, with what all sequences of a data set share.
 
     codec: of the sparse targets. None: the tensors state it. On a GPU a read waits for all queued work; there only the
     first batch with as many knots, entries and top-k entries is read, and later ones are compared with it on the
@@ -75,13 +75,13 @@ class Collator:
         self._known: dict[tuple[int, int, int, torch.device], tuple[Tensor, Tensor, Codec]] = {}
 
     def batch(self, fields: Mapping[str, Tensor]) -> Batch:
-        """UsageError: a tensor is missing, or caches with different codecs are mixed."""
+        """Make a batch of named tensors. UsageError: a tensor is missing, or caches with different codecs are mixed."""
         tokens, segments = fields["tokens"], fields.get("segments")
         segments = torch.zeros_like(tokens[:, :-1]) if segments is None else segments
         return Batch(tokens, fields["loss_mask"], segments, self.targets(fields))
 
     def targets(self, fields: Mapping[str, Tensor]) -> Targets | None:
-        """Those of a batch; None without a teacher."""
+        """Return the targets of a batch; None without a teacher. UsageError: see `batch`."""
         if "compared" in fields:
             raise UsageError(
                 "the batch has a student's own tokens and a teacher with another tokenizer; give the data set to the "
@@ -96,7 +96,7 @@ class Collator:
         return None
 
     def sparse(self, fields: Mapping[str, Tensor]) -> SparseTargets:
-        """Sparse targets. UsageError: see `batch`."""
+        """Return the sparse targets of a batch. UsageError: see `batch`."""
         needed = (*_TARGETS, *(("knots", "num_samples") if self.codec is None else ()))
         if missing := sorted({*needed} - set(fields)):
             raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of a cache's sequences")
@@ -110,7 +110,7 @@ class Collator:
 
     @staticmethod
     def of(data: Any) -> "Collator":
-        """That of a data set, of a part of one, or the one that the members of a mixture share.
+        """Return the collator of a data set, of a part of one, or the one that the members of a mixture share.
 
         UsageError: they have different ones.
         """
@@ -123,7 +123,7 @@ class Collator:
         return found[0] if found else Collator()
 
     def same(self, other: "Collator") -> bool:
-        """Whether both read batches alike."""
+        """Return whether this collator and `other` read batches alike."""
         return self.codec == other.codec
 
     def _read(self, fields: Mapping[str, Tensor], top_k: int) -> Codec:

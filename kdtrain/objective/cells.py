@@ -27,7 +27,7 @@ from kdtrain.objective.statistics import NEVER, Entries
 
 @dataclass(frozen=True, eq=False)
 class CellIndex:
-    """Which cell each token of the student is in; build it with `of`. All indices are int64."""
+    """The cell of each token of the student; build it with `of`. All indices are int64."""
 
     count: int
     """C."""
@@ -44,7 +44,10 @@ class CellIndex:
 
     @classmethod
     def of(cls, cells_V: Tensor, count: int) -> CellIndex:
-        """From the cell of each token, 0 .. count - 1, or count for none. ValueError: a cell has no token."""
+        """Make the index from the cell of each token, 0 .. count - 1, or count for none.
+
+        ValueError: a cell has no token, or a token has a larger number.
+        """
         size = torch.bincount(cells_V, minlength=count + 1)
         if len(size) != count + 1 or (size[:count] == 0).any():
             raise ValueError("each cell needs a token of the student, and each token one of the cells or none")
@@ -53,14 +56,14 @@ class CellIndex:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - of few indices, which live as long as the process
     def to(self, device: torch.device) -> CellIndex:
-        """The same on a device, copied there once."""
+        """Return the same index on a device, copied there once."""
         if self.column.device == device:
             return self
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{k: v.to(device) for k, v in own.items() if isinstance(v, Tensor)})  # type: ignore[arg-type]
 
     def entries(self, cells: Entries, labels_R: Tensor, within_R: Tensor | None = None) -> Entries:
-        """The entries of cells, by the first token of each, and the labels.
+        """Return the entries of cells, by the first token of each cell, and the labels.
 
         within_R: bool, where the label's own cell is wanted, if it has other tokens; it gets a column behind the cells,
         which is absent where one of these is it.
@@ -87,12 +90,12 @@ class CellIndex:
         return Entries(ids_RE, absent_RK, cells.top_k, apart=folded_R, group=group_R)
 
     def _sizes(self, entries: Entries) -> Tensor:
-        """[R,K] tokens of the entries that are folded, else 0."""
+        """Return the number of tokens of each entry that is folded, else 0, [R,K]."""
         size_RK = self.size[self.column[entries.ids[:, :-1]]].masked_fill(entries.absent, 0)
         return size_RK.masked_fill(size_RK == 1, 0)
 
     def totals(self, entries: Entries, chunk: int) -> list[int]:
-        """How many tokens `fold` folds in each chunk of rows."""
+        """Count the tokens that `fold` folds in each chunk of rows."""
         return torch.stack([each.sum() for each in self._sizes(entries).split(chunk)]).tolist()
 
     def fold(self, z_RV: Tensor, entries: Entries, labels_R: Tensor, total: int | None = None) -> Folded:
@@ -124,7 +127,7 @@ class CellIndex:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """What `CellIndex.fold` did to a chunk of logits."""
+    """A chunk of logits after `CellIndex.fold`: its entries, and the tokens that were folded."""
 
     entries: Entries
     """With their logits."""
@@ -142,7 +145,7 @@ class Folded:
     """[P] exp(z) of it, as a share of its cell's."""
 
     def unfold(self, dz_RV: Tensor, at_RE: Tensor, apart_R: Tensor, head: HeadPart) -> None:
-        """Carry the gradient of entries, `at_RE`, on to the tokens of their cells, and write that of labels there.
+        """Carry the gradient of entries, `at_RE`, to the tokens of their cells, and write the labels' gradient there.
 
         apart_R: the gradient in the logit of a label whose cell is folded.
         """

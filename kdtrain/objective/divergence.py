@@ -65,7 +65,7 @@ class Divergence:
     """The term of each row by the label that the student drew, in place of `of`; None: it compares events."""
 
     def number(self, text: str) -> float:
-        """The number in `text`, which is NAME or NAME:NUMBER.
+        """Return the number in `text`, which is NAME or NAME:NUMBER; without one the default, or 0 if there is none.
 
         Raises:
             UsageError: the number is not between 0 and 1, or the divergence takes none.
@@ -94,7 +94,7 @@ def register_divergence(
     derivatives: Derivatives | None = None,
     help: str = "",
 ) -> Callable[[F], F]:
-    """Decorator: make a function the divergence that `--divergence NAME` takes.
+    """Return a decorator that makes a function the divergence that `--divergence NAME` takes.
 
     The function takes the `Events` of R rows and the number, and returns a value a row, [R]: the loss sums and divides.
 
@@ -117,14 +117,14 @@ def register_divergence(
 
 
 def parse(text: str) -> tuple[str, float]:
-    """The divergence that `--divergence` means: its name and its number, 0 where it takes none."""
+    """Parse the divergence that `--divergence` means: its name and its number, 0 where it takes none."""
     name = text.partition(":")[0] if isinstance(text, str) else text
     return name, DIVERGENCES.get(name).number(text)
 
 
 @register_divergence("forward-kl", accepts=("sparse", "dense", "sampled"))
 def forward_kl(events: Events, parameter: float = 0.0) -> Tensor:
-    """KL(p || q) = sum_e p_e (log p_e - log q_e), [R] in nats.
+    """Return KL(p || q) = sum_e p_e (log p_e - log q_e), [R] in nats.
 
     Events of weight 0 add nothing, whatever their finite log-probabilities.
     """
@@ -135,14 +135,15 @@ def forward_kl(events: Events, parameter: float = 0.0) -> Tensor:
 
 @register_divergence("reverse-kl")
 def reverse_kl(events: Events, parameter: float = 0.0) -> Tensor:
-    """KL(q || p) = sum_e q_e (log q_e - log p_e), [R] in nats."""
+    """Return KL(q || p) = sum_e q_e (log q_e - log p_e), [R] in nats."""
     return _kl(events.student, events.teacher)
 
 
 def _jsd_derivatives(log_p_RV: Tensor, log_q_RV: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """In half of autograd's time: the terms from the mixture's logarithm cancel, and autograd would compute them.
+    """Compute a divergence with its derivatives in half of autograd's time, which computes terms that cancel.
 
-    g = (1 - b) q log(q/m) in log q and h = b p log(p/m) in log p, which add up to the divergence.
+    The terms are from the logarithm of the mixture m. g = (1 - b) q log(q/m) in log q and h = b p log(p/m) in
+    log p add up to the divergence.
     """
     p_RV, q_RV = log_p_RV.exp(), log_q_RV.exp()
     mixed_RV = (share * p_RV + (1 - share) * q_RV).clamp_min(torch.finfo(p_RV.dtype).tiny).log()
@@ -152,7 +153,7 @@ def _jsd_derivatives(log_p_RV: Tensor, log_q_RV: Tensor, share: float) -> tuple[
 
 @register_divergence("jsd", parameter=0.5, derivatives=_jsd_derivatives)
 def jsd(events: Events, parameter: float) -> Tensor:
-    """b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = `parameter`, [R] in nats.
+    """Return b KL(p || m) + (1 - b) KL(q || m) with m = b p + (1 - b) q and b = `parameter`, [R] in nats.
 
     As b goes to 0 (1) it falls to 0, and divided by b (1 - b) it goes to forward (reverse) KL.
     """
@@ -162,25 +163,25 @@ def jsd(events: Events, parameter: float) -> Tensor:
 
 @register_divergence("skew-kl", parameter=0.1)
 def skew_kl(events: Events, parameter: float) -> Tensor:
-    """KL(p || a p + (1 - a) q) with a = `parameter`, [R] in nats; at most -log a, wherever q is 0."""
+    """Return KL(p || a p + (1 - a) q) with a = `parameter`, [R] in nats; at most -log a, wherever q is 0."""
     return _kl(events.teacher, _mixture(events.teacher, events.student, parameter))
 
 
 @register_divergence("skew-reverse-kl", parameter=0.1)
 def skew_reverse_kl(events: Events, parameter: float) -> Tensor:
-    """KL(q || (1 - a) p + a q) with a = `parameter`, [R] in nats; at most -log a, wherever p is 0."""
+    """Return KL(q || (1 - a) p + a q) with a = `parameter`, [R] in nats; at most -log a, wherever p is 0."""
     return _kl(events.student, _mixture(events.student, events.teacher, parameter))
 
 
 @register_divergence("tvd")
 def tvd(events: Events, parameter: float = 0.0) -> Tensor:
-    """Total variation distance 1/2 sum_e |p_e - q_e|, [R] in 0 to 1."""
+    """Return the total variation distance 1/2 sum_e |p_e - q_e|, [R] in 0 to 1."""
     return 0.5 * (events.teacher.exp() - events.student.exp()).abs().sum(-1)
 
 
 @register_divergence("logit-mse", accepts=("dense",))
 def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
-    """Mean over tokens of (x_e - mean x)^2 with x = log q - log p, [R] in squared nats.
+    """Return the mean over tokens of (x_e - mean x)^2 with x = log q - log p, [R] in squared nats.
 
     A log-probability is a scaled logit up to a constant of its row, which no distribution shows and centring removes.
     A token below -1,000 nats on either side counts as excluded: it is in no mean and has no gradient.
@@ -193,7 +194,7 @@ def logit_mse(events: Events, parameter: float = 0.0) -> Tensor:
 
 
 def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, dense: bool = False) -> None:
-    """UsageError: `divergence` with `tail` cannot be computed from targets of this kind, or returns no value a row."""
+    """Raise a UsageError if `divergence` with `tail` does not fit targets of this kind, or returns no value a row."""
     name, number = parse(divergence)
     returned = None if torch.compiler.is_compiling() else _wrong_shape(DIVERGENCES.get(name).of, number)
     if returned is not None:
@@ -249,7 +250,7 @@ def adds_up(divergence: str) -> bool:
 
 @functools.lru_cache
 def _wrong_shape(of: Measure, number: float) -> str | None:
-    """What a divergence returns for three rows, if it is no value a row; an error of its own is left to its use."""
+    """Return the shape that a divergence returns for three rows; None if it is a value a row, or an error is raised."""
     log_p_RE = torch.full((3, 64), -math.log(64))
     try:
         with torch.no_grad():
@@ -265,7 +266,7 @@ def _kl(from_RE: Tensor, to_RE: Tensor) -> Tensor:
 
 
 def _mixture(first_RE: Tensor, second_RE: Tensor, share: float) -> Tensor:
-    """log(share * exp(first) + (1 - share) * exp(second)), bounded below where both are almost 0.
+    """Return log(share * exp(first) + (1 - share) * exp(second)), bounded below where both are almost 0.
 
     A log-add-exp would need two more exponentials.
     """

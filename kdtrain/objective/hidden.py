@@ -56,7 +56,7 @@ class HiddenLoss(nn.Module):
             self.projections.append(nn.Parameter(start))
 
     def forward(self, student: Sequence[Tensor], teacher: Sequence[Tensor], mask_N: Tensor) -> Tensor:
-        """Sum over unmasked tokens of the mean over pairs; scalar fp32, differentiable in student and projections.
+        """Sum the pairs' mean distance over unmasked tokens; scalar fp32, differentiable in student and projections.
 
         Args:
             student: [N,S] a pair, any float dtype.
@@ -85,7 +85,7 @@ class HiddenLoss(nn.Module):
 
 
 def layer_pairs(wanted: str, student_layers: int, teacher_layers: int) -> list[tuple[int, int]]:
-    """Pairs of layers (student, teacher) to compare.
+    """Return the pairs of layers (student, teacher) to compare.
 
     Layer 0 is the embedding, layer L the last, as the output head sees it (after the final norm).
 

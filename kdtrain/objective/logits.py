@@ -27,7 +27,7 @@ dWeight however many rows it adds up; 1 elsewhere."""
 
 
 def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "cpu") -> int:
-    """Rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB; 1 GiB on a GPU) or 2,048 rows.
+    """Return the rows of a chunk: a power of two, at most 40 M numbers in fp32 (160 MB; 1 GiB on a GPU) or 2,048 rows.
 
     A pure function of its arguments, because the order of summation, and so a resumed run, depends on it.
     """
@@ -37,7 +37,7 @@ def chunk_rows(vocab_size: int, width: int, dtype: torch.dtype, device: str = "c
 
 
 def chunk_logits(hidden_RD: Tensor, head: HeadPart, vocab_size: int) -> Tensor:
-    """Logits [R,V] of some rows, in at least fp32 and never rounded below it; a new tensor."""
+    """Compute the logits [R,V] of some rows, in at least fp32 and never rounded below it; a new tensor."""
     dtype = torch.promote_types(hidden_RD.dtype, torch.float32)
     vocab_size = head.columns(vocab_size)
     if head.weight is None:
@@ -81,7 +81,7 @@ class ChunkLogits:
             self.narrow_RV = matmul.take_rows("logit gradient", rows, vocab_size, dtype=kind, device=hidden_ND.device)
 
     def __call__(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R,V], in at least fp32."""
+        """Compute logits [R,V], in at least fp32."""
         if self.products is None:
             u_RV = _bare(hidden_RD.to(self.dtype), self.size)
         else:
@@ -89,7 +89,7 @@ class ChunkLogits:
         return _shaped(u_RV, self.bias_V, self.head)
 
     def narrow(self, start: int, rows: int) -> Tensor | None:
-        """Where the gradient in the logits of a chunk belongs, [R,V] in 16 bits; None if it replaces the logits."""
+        """Return the buffer for the gradient in a chunk's logits, [R,V] in 16 bits; None if it replaces the logits."""
         return None if self.narrow_RV is None else self.narrow_RV[start % self.held :][:rows]
 
     def close(self) -> None:
@@ -100,15 +100,15 @@ class ChunkLogits:
 
 
 def _bare(logits_RP: Tensor, vocab_size: int) -> Tensor:
-    """A copy [R,V] of the logits of a model without a split head, -inf bounded by `NEVER`."""
+    """Return a copy [R,V] of the logits of a model without a split head, -inf bounded by `NEVER`."""
     return logits_RP[:, :vocab_size].clamp(min=NEVER).contiguous()
 
 
 def _bounded_bias(head: HeadPart, vocab_size: int, dtype: torch.dtype) -> Tensor | None:
-    """The bias [V] without padding, -inf bounded by `NEVER`."""
+    """Return the bias [V] without padding, -inf bounded by `NEVER`."""
     return None if head.bias is None else head.bias[:vocab_size].to(dtype).clamp(min=NEVER)
 
 
 def _shaped(u_RV: Tensor, bias_V: Tensor | None, head: HeadPart) -> Tensor:
-    """The logits from the product with the weight, in its memory."""
+    """Return the logits from the product with the weight, in its memory."""
     return head.shape(u_RV if bias_V is None else u_RV.add_(bias_V))

@@ -68,7 +68,7 @@ class LossOutput(NamedTuple):
 
 
 def joined(ce: Tensor, kd: Tensor, alpha: Tensor | float, kd_weight: Tensor | float) -> Tensor:
-    """(1 - alpha) CE + alpha T^2 KD, given kd_weight = alpha T^2."""
+    """Return (1 - alpha) CE + alpha T^2 KD, given kd_weight = alpha T^2."""
     return (1.0 - alpha) * ce + kd_weight * kd
 
 
@@ -121,7 +121,7 @@ class DistillationLoss(nn.Module):
         normalizer: Tensor | float,
         compile: bool = False,
     ) -> LossOutput:
-        """`distillation_loss` at the present alpha and temperature, with the gradient of a learned one's loss.
+        """Compute `distillation_loss` at the present alpha and temperature; a learned one's own loss adds its gradient.
 
         UsageError: there are no targets, and alpha is not 0; or these are right at T = 1 only, and the temperature is
             another one.
@@ -158,7 +158,7 @@ class DistillationLoss(nn.Module):
         member: int,
         **options: Any,
     ) -> LossOutput:
-        """The loss of rows (hidden, head, labels) whose targets are all of one kind, and one member's."""
+        """Compute the loss of rows (hidden, head, labels) whose targets are all of one kind and of one member."""
         if targets is not None and targets.only_at_one and not self.temperature.stays_one:
             _refuse_across(targets)
             raise UsageError(
@@ -192,7 +192,7 @@ class DistillationLoss(nn.Module):
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
 
     def _sums(self, output: LossOutput, targets: Targets | None, mask_N: Tensor, labels_N: Tensor) -> Tensor:
-        """One row of `LossOutput.members`."""
+        """Return one row of `LossOutput.members`."""
         sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
         if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
             sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]
@@ -217,7 +217,7 @@ def distillation_loss(
     compile: bool = False,
     chunk: int | None = None,
 ) -> LossOutput:
-    """Loss of N tokens, differentiable once in hidden, the head's weight and bias, and the temperature.
+    """Compute the loss of N tokens, differentiable once in hidden, the head's weight and bias, and the temperature.
 
     Args:
         hidden_ND: the student's hidden states in any float dtype ([N,P] logits if the head has no weight).
@@ -317,7 +317,7 @@ class _Recipe:
         return self._joined(beta, rows.mask, cross_entropy_R, *values)
 
     def _joined(self, beta: Tensor, mask_R: Tensor, *values: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The loss of a chunk and its sums, from CE, KD, KD at T = 1 and the teacher's log p(label) of each, [R]."""
+        """Return a chunk's loss and its sums, from CE, KD, KD at T = 1 and the teacher's log p(label), each [R]."""
         nothing = torch.zeros_like(beta)
         sums = [nothing if x is None else x.masked_fill(~mask_R, 0.0).sum() for x in values]
         total = joined(sums[0], sums[1], self.alpha, self.alpha / beta**2)
@@ -327,7 +327,7 @@ class _Recipe:
 def _check_inputs(
     hidden_ND: Tensor, head: HeadPart, labels_N: Tensor, mask_N: Tensor, targets: Targets | None, vocab_size: int
 ) -> None:
-    """UsageError: a tensor that would fail far from here, or be read as something else. No value is looked at."""
+    """Raise a UsageError if a tensor would fail far from here, or be read as something else. No value is looked at."""
     if hidden_ND.ndim != 2 or not hidden_ND.is_floating_point():
         raise UsageError(f"hidden_ND is {_described(hidden_ND)}; give floats [N, D]")
     rows, width = hidden_ND.shape
@@ -344,7 +344,7 @@ def _check_inputs(
 
 
 def _refuse_across(targets: Targets) -> None:
-    """UsageError: they are of a teacher with another tokenizer, and the temperature is not 1."""
+    """Raise a UsageError, at a temperature other than 1, if the targets are of a teacher with another tokenizer."""
     if targets.forward_only:
         raise UsageError("across tokenizers the targets are right at T = 1 only; use a --temperature of 1")
 

@@ -24,7 +24,7 @@ _HALVINGS = 24
 
 
 class Measured(NamedTuple):
-    """What withheld text shows of one member: sums over `tokens`, nats, and the posterior."""
+    """The measurement of one member on withheld text: sums over `tokens`, nats, and the posterior."""
 
     tokens: float
     student: float

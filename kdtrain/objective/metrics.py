@@ -62,18 +62,18 @@ class Metrics:
         return Metrics.from_vector([a + b for a, b in zip(self.vector(), other.vector(), strict=True)])
 
     def times(self, factor: float) -> Metrics:
-        """All sums times `factor`: the same means, with another weight in a sum."""
+        """Return all sums times `factor`: the same means, with another weight in a sum."""
         return Metrics.from_vector([factor * each for each in self.vector()])
 
     def vector(self) -> list[float]:
-        """All sums in one list of fixed length, None as NaN, for a reduction over ranks in fp64."""
+        """Return all sums in one list of fixed length, None as NaN, for a reduction over ranks in fp64."""
         values = [getattr(self, f.name) for f in fields(self)]
         flat = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
         return [math.nan if x is None else x for x in flat]
 
     @classmethod
     def from_vector(cls, vector: list[float]) -> Metrics:
-        """The inverse of `vector`; NaN becomes None in sums that may be missing."""
+        """Return the metrics of a `vector`; NaN becomes None in sums that may be missing."""
         names = [f.name for f in fields(cls)]
         plain, bins = names[:-3], names[-3:]
         sums: dict[str, object] = dict(zip(plain, vector, strict=False))
@@ -84,14 +84,14 @@ class Metrics:
         return cls(**sums)  # type: ignore[arg-type]
 
     def mean(self, name: str) -> float | None:
-        """The sum `name` divided by the number of tokens; None if it is unknown, NaN without tokens."""
+        """Return the sum `name` divided by the number of tokens; None if it is unknown, NaN without tokens."""
         total = getattr(self, name)
         if total is None:
             return None
         return total / self.tokens if self.tokens else math.nan
 
     def divergence(self) -> float | None:
-        """The mean KL, nats: over tokens, or across tokenizers over tokens that are compared."""
+        """Return the mean KL, nats: over tokens, or across tokenizers over tokens that are compared."""
         if self.kl is None or self.compared is None:
             return self.mean("kl")
         return self.kl / self.compared if self.compared else math.nan
@@ -101,29 +101,29 @@ class Metrics:
         return None if self.kl_variance is None or not self.tokens else math.sqrt(self.kl_variance) / self.tokens
 
     def bits_per_byte(self) -> float | None:
-        """The student's; None where the bytes are unknown, or there are none."""
+        """Return the student's bits per byte; None where the bytes are unknown, or there are none."""
         return self.cross_entropy / self.bytes / math.log(2) if self.bytes else None
 
     def teacher_bits_per_byte(self) -> float | None:
-        """The teacher's on the same text."""
+        """Return the teacher's bits per byte on the same text; None where its loss or bytes are unknown."""
         unknown = self.teacher_cross_entropy is None or not self.teacher_bytes
         return None if unknown else self.teacher_cross_entropy / self.teacher_bytes / math.log(2)  # type: ignore[operator]
 
     def teacher_loss(self) -> float | None:
-        """The teacher's cross-entropy, nats for each token; across tokenizers for each of the student's."""
+        """Return the teacher's cross-entropy, nats for each token; across tokenizers for each token of the student."""
         if self.compared is None:
             return self.mean("teacher_cross_entropy")
         bits = self.teacher_bits_per_byte()
         return None if bits is None or not self.bytes else bits * math.log(2) * self.bytes / self.tokens
 
     def perplexity(self) -> float:
-        """exp of the mean cross-entropy."""
+        """Return exp of the mean cross-entropy; inf where that is 700 nats or more."""
         mean = self.mean("cross_entropy")
         assert mean is not None
         return math.exp(mean) if mean < 700 else math.inf
 
     def ece(self) -> float:
-        """Mean over tokens of |accuracy - confidence| of their bin, 0 to 1; NaN without tokens."""
+        """Return the mean over tokens of |accuracy - confidence| of their bin, 0 to 1; NaN without tokens."""
         gaps = (abs(a - b) for a, b in zip(self.bin_correct, self.bin_confidence, strict=True))
         return sum(gaps) / self.tokens if self.tokens else math.nan
 
@@ -140,7 +140,7 @@ def measure(
     chunk: int | None = None,
     bytes_N: Tensor | None = None,
 ) -> Metrics:
-    """Metrics of N tokens; the arguments are those of `loss.distillation_loss`, and the bytes of each label.
+    """Measure N tokens; the arguments are the same as of `loss.distillation_loss`, and the bytes of each label.
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
@@ -202,7 +202,7 @@ def chunks(
 
 
 def _chunk_sums(z_RV: Tensor, rows: Supervision, head: HeadPart, more: list[Tensor | None]) -> Tensor:
-    """The vector of `Metrics` for a chunk, with 0 for unknown sums."""
+    """Return the vector of `Metrics` for a chunk, with 0 for unknown sums."""
     top_logit_R, top_R = head.most_likely(z_RV)
     lse_R = head.log_sum_exp(z_RV)
     confidence_R = (top_logit_R - lse_R).exp()
@@ -220,7 +220,7 @@ def _chunk_sums(z_RV: Tensor, rows: Supervision, head: HeadPart, more: list[Tens
 
 
 def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision, head: HeadPart) -> list[Tensor]:
-    """KL, its variance, the teacher's cross-entropy, agreement and acceptance, each [R]; 0 where it is not known."""
+    """Return KL, its variance, the teacher's cross-entropy, agreement and acceptance, each [R]; 0 where unknown."""
     zero_R = torch.zeros_like(z_RV[:, 0])
     if rows.targets is None:
         return [zero_R] * 5

@@ -58,7 +58,7 @@ class MixedTargets(Targets):
 
 
 def join(parts: Sequence[Part]) -> Targets | None:
-    """The targets of rows that follow each other: neighbours of the same kind and shape become one.
+    """Join the targets of rows that follow each other: neighbours of the same kind and shape become one.
 
     One part is returned as it is, None where it has no teacher.
     """
@@ -73,7 +73,7 @@ def join(parts: Sequence[Part]) -> Targets | None:
 
 
 def _kind(targets: Targets | None) -> Any:
-    """What must be equal so that tensors can be concatenated."""
+    """Return what must be equal in targets so that their tensors can be concatenated."""
     if targets is None:
         return None
     own = vars(targets).items()

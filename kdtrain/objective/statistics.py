@@ -53,21 +53,21 @@ class Statistics:
 
     @property
     def lse(self) -> Tensor:
-        """[R] log sum exp(z) over the vocabulary."""
+        """The log sum exp(z) over the vocabulary, [R]."""
         return _with_top_k(self.tail, self.kept[:, : self.top_k])
 
     def lse_beta(self, beta: Tensor | float) -> Tensor:
-        """[R] log sum exp(beta z) over the vocabulary, for the beta that `tail_beta` was made for."""
+        """Return log sum exp(beta z) over the vocabulary, [R], for the beta that `tail_beta` was made for."""
         return _with_top_k(self.tail_beta, beta * self.kept[:, : self.top_k])
 
     def at_one(self) -> Statistics:
-        """The same statistics for beta = 1."""
+        """Return the same statistics for beta = 1."""
         return replace(self, tail_beta=self.tail)
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The single entries of a row of logits that a loss needs: the kept ones, then the label."""
+    """The single entries of a row of logits that a loss needs: the kept entries, then the label."""
 
     ids: Tensor
     """[R,K+1] int64, valid for a gather.
@@ -88,7 +88,7 @@ class Entries:
 
     @classmethod
     def of_labels(cls, labels_R: Tensor) -> Entries:
-        """The labels alone."""
+        """Return the labels alone as entries."""
         return cls(labels_R[:, None], labels_R.new_zeros(len(labels_R), 0, dtype=torch.bool), 0)
 
     def __getitem__(self, rows: slice) -> Entries:
@@ -96,7 +96,7 @@ class Entries:
         return Entries(self.ids[rows], self.absent[rows], self.top_k, apart=apart, group=group)
 
     def take(self, z_RV: Tensor, head: HeadPart = HeadPart(), label_R: Tensor | None = None) -> Entries:
-        """The same with the logits of these entries; the top-k logits in `z_RV` become `NEVER`.
+        """Return the same entries with their logits; the top-k logits in `z_RV` become `NEVER`.
 
         label_R: the logits of labels that are apart.
         """
@@ -108,14 +108,14 @@ class Entries:
         return replace(self, z=z_RE)
 
     def logits(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The logits that were taken: [R,K] of the kept entries, `NEVER` at absent ones, and [R] of the labels."""
+        """Return the taken logits: [R,K] of the kept entries, `NEVER` at absent ones, and [R] of the labels."""
         assert self.z is not None
         z_RE = self.z.to(dtype)
         return z_RE[:, :-1].masked_fill(self.absent, NEVER), z_RE[:, -1]
 
 
 def _with_top_k(tail_R: Tensor, top_RH: Tensor) -> Tensor:
-    """log(exp(tail) + sum exp(top)), without the joined tensor that logsumexp would take."""
+    """Return log(exp(tail) + sum exp(top)), without the joined tensor that logsumexp would take."""
     if not top_RH.shape[1]:
         return tail_R
     shift_R = torch.maximum(tail_R, top_RH.amax(1)).detach()

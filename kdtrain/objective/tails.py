@@ -64,7 +64,7 @@ _CLIP, _SHARPNESS = 4.0, 4.0
 
 
 def clipped_excess(log_ratio: Tensor) -> Tensor:
-    """x - 1 as a function of log x; above `_CLIP` its tangent in log x."""
+    """Return x - 1 as a function of log x; above `_CLIP` its tangent in log x."""
     inside = log_ratio.clamp(max=math.log(_CLIP))
     return torch.expm1(inside) + _CLIP * (log_ratio - inside)
 
@@ -85,7 +85,7 @@ class TailRule:
 def register_tail(
     name: str, *, least_top_k: int = 1, needs_samples: bool = False, help: str = ""
 ) -> Callable[[TailEvents], TailEvents]:
-    """Decorator: make a function the rule that `--tail NAME` takes.
+    """Return a decorator that makes a function the rule that `--tail NAME` takes.
 
     Args:
         name: as users write it.
@@ -115,8 +115,10 @@ def _ghost_events(targets: SparseTargets, statistics: Statistics, beta: Tensor) 
 
 
 def _nearest(teacher_RE: Tensor, student_RE: Tensor, partial_RK: Tensor) -> Tensor:
-    """Log-probabilities of the teacher nearest to the student, in KL, of those that have at least the stated ones where
-    `partial_RK`, just these in other entries, and the rest in the last event, the tail.
+    """Return the log-probabilities of the teacher nearest to the student in KL.
+
+    Of all teachers it is one that has at least the stated probabilities where `partial_RK`, exactly these in other
+    entries, and the rest in the last event, the tail.
 
     That is max(p, r q) and r q of the tail. Filling up from the tail, r is the least of (sum of p) / (sum of q) over it
     and the entries of the least p / q.

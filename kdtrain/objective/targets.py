@@ -97,109 +97,109 @@ class Targets(ABC):
     def __len__(self) -> int: ...
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Self:
-        """The same with `change` applied to the name and value of every tensor."""
+        """Return the same targets with `change` applied to the name and value of every tensor."""
         return cast(Self, replace(cast(Any, self), **{k: change(k, v) for k, v in self._tensors().items()}))
 
     def __getitem__(self, rows: slice) -> Self:
-        """The rows `rows` of every tensor, as views."""
+        """Return the rows `rows` of every tensor, as views."""
         return self.map(lambda _, tensor: tensor[rows])
 
     def by_parts(self, of: Callable[[Self], Tensor]) -> Tensor:
-        """`of` [...,R] of a few whole rows at a time, joined."""
+        """Apply `of` to a few whole rows at a time, and join its results [...,R]."""
         rows = max(1, _DENSE_CHUNK // (self.width or 1))
         return torch.cat([of(self[i : i + rows]) for i in range(0, max(1, len(self)), rows)], dim=-1)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same targets with `change` applied to every tensor."""
+        """Return the same targets with `change` applied to every tensor."""
         return self.map(lambda _, tensor: change(tensor))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """A copy on `device`, which shares the tensors that are there already."""
+        """Return a copy on `device`, which shares the tensors that are there already."""
         return self.map(lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """The tensors by name, as a data loader has them: the first dimensions are `shape`, sequences and positions."""
+        """Return the tensors by name, as a data loader has them, of first dimensions `shape`: sequences, positions."""
         return {name: value.unflatten(0, shape) for name, value in self._tensors().items()}
 
     def shown(self) -> dict[str, Tensor]:
-        """The tensors by name, finite unless the teacher's numbers are broken."""
+        """Return the tensors by name, finite unless the teacher's numbers are broken."""
         return self._tensors()
 
     def where(self, keep_N: Tensor) -> Self:
-        """The same with finite numbers in the rows outside `keep_N`, whatever they held (NaN, inf)."""
+        """Return the same targets with finite numbers in the rows outside `keep_N`, whatever they held (NaN, inf)."""
         return self.map(lambda name, tensor: _keep(tensor, keep_N, FLOOR if name in self.floored else 0))
 
     def without_absent(self, vocab_size: int) -> Self:
-        """The same with weight 0 at entries that are absent."""
+        """Return the same targets with weight 0 at entries that are absent."""
         return self
 
     def double(self) -> Self:
-        """The same in fp64, where that is a few numbers a row."""
+        """Return the same targets in fp64, where that is a few numbers a row."""
         return self
 
     def narrow(self, vocab_size: int) -> Self:
-        """The distribution over the first `vocab_size` entries, for a teacher's head padded beyond the student's."""
+        """Return the targets over the first `vocab_size` entries, for a teacher's head padded beyond the student's."""
         return self
 
     def resolved(self) -> Targets:
-        """The same with nothing left to compute; for a few rows."""
+        """Return the same targets with nothing left to compute; for a few rows."""
         return self
 
     def listed(self) -> tuple[Tensor, Tensor]:
-        """Ids [N,K] of the entries that are kept, and the probability of each at T = 1; 0 where it is absent.
+        """Return the ids [N,K] of the entries that are kept, and each one's probability at T = 1; 0 where it is absent.
 
         Only `resolved` targets have it.
         """
         raise NotImplementedError
 
     def at(self, beta: Tensor) -> Self:
-        """The same with what depends on `beta` (a scalar in fp64) alone computed once, for it and for 1."""
+        """Return the same targets after computing once what depends on `beta` (fp64 scalar) alone, for it and for 1."""
         return self
 
     def at_one(self) -> Self:
-        """The same for beta = 1, where `at` has computed it already."""
+        """Return the same targets for beta = 1, where `at` has computed the numbers already."""
         return self
 
     @abstractmethod
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
-        """log Z(beta) [N] in nats, once differentiable in `beta`, a positive scalar.
+        """Return log Z(beta) [N] in nats, once differentiable in `beta`, a positive scalar.
 
         keep_N: the rows that count; others may hold anything, and give a finite number.
         """
 
     def entries(self, labels_N: Tensor, vocab_size: int) -> Entries:
-        """The single entries that are compared, with valid labels."""
+        """Return the single entries that are compared, with valid labels."""
         raise NotImplementedError
 
     def events(self, tail: str, statistics: Statistics, beta: Tensor) -> Events:
-        """What the tail rule `tail` (`tails.resolve_tail`) compares at `beta`; absent entries have weight 0."""
+        """Return what the tail rule `tail` (`tails.resolve_tail`) compares at `beta`; absent entries have weight 0."""
         raise NotImplementedError
 
     def measured(self, measure: Measure, tail: str, statistics: Statistics, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """The term of each row, [R] in nats, and its distance from the teacher alone: `measure` of the events."""
+        """Return each row's term, [R] in nats, and its distance from the teacher alone: `measure` of the events."""
         return (measure(self.events(tail, statistics, beta)),) * 2
 
     def common(self) -> Tensor | None:
-        """[N] bool, of a teacher with another tokenizer: where it predicts the label's first byte. Else None."""
+        """Return where a teacher with another tokenizer predicts the label's first byte, [N] bool; else None."""
         return None
 
     def label_bytes(self, own_N: Tensor) -> Tensor:
-        """Bytes [N] of the labels that `label_logprob` is of: here each row's own, which are given."""
+        """Return the bytes [N] of the labels that `label_logprob` is of: here each row's own, which are given."""
         return own_N
 
     def reader(self, chunk: int, compile: bool, columns: slice) -> ChunkLogits | None:
-        """What `row_logprobs` needs to compute these columns of chunks of at most `chunk` rows, if anything."""
+        """Return what `row_logprobs` needs to compute these columns of chunks of at most `chunk` rows, if anything."""
         return None
 
     def row_logprobs(self, reader: ChunkLogits | None, columns: slice) -> Tensor:
-        """Teacher's log p [R,V] at T = 1, up to a constant a row, of at most a chunk, in these columns of it."""
+        """Return the teacher's log p [R,V] at T = 1, up to a constant a row, in these columns of at most a chunk."""
         raise NotImplementedError
 
     def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
-        """`resolved` targets against the student's logits at the columns of `head`, which may be overwritten."""
+        """Compare `resolved` targets with the student's logits at the columns of `head`, which may be overwritten."""
         raise NotImplementedError
 
 
@@ -218,7 +218,7 @@ class Supervision:
         return Supervision(self.labels[rows], self.mask[rows], None if self.targets is None else self.targets[rows])
 
     def harmless(self, vocab_size: int) -> Supervision:
-        """The same with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
+        """Return the inputs with finite numbers and a valid label in masked rows, and weight 0 at absent entries."""
         whole = readable(self.mask) and bool(self.mask.all())
         labels, targets = self.labels, self.targets
         if not whole:
@@ -227,7 +227,7 @@ class Supervision:
         return Supervision(labels, self.mask, None if targets is None else targets.without_absent(vocab_size))
 
     def double(self) -> Supervision:
-        """The same with sparse targets in fp64."""
+        """Return the same inputs with sparse targets in fp64."""
         return replace(self, targets=None if self.targets is None else self.targets.double())
 
 
@@ -288,7 +288,7 @@ class SparseTargets(Targets):
         return self.top_k > 0
 
     def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """The tensors by name, counts of the D drawn columns only, and of each sequence knots [G] and num_samples."""
+        """Return the tensors by name, counts of the drawn columns only, and each sequence's knots and num_samples."""
         counts = self.counts[:, self.top_k :].unflatten(0, shape)
         knots = torch.tensor(self.knots, dtype=torch.float64).expand(shape[0], -1)
         drawn = {"counts": counts, "knots": knots, "num_samples": torch.tensor(self.num_samples).expand(shape[0])}
@@ -300,7 +300,7 @@ class SparseTargets(Targets):
         return self.ids, self.logprobs.exp()  # an absent entry has the log p FLOOR
 
     def at(self, beta: Tensor) -> SparseTargets:
-        """The same with L and log Z at `beta` and at 1; `log_tail` and `log_partition` then take no other tensor."""
+        """Return targets with L and log Z at `beta` and 1; `log_tail` and `log_partition` then take no other tensor."""
         wide = self.double()
         (tail_N, partition_N), (tail_one_N, partition_one_N) = wide._measure(beta), wide._measure(1.0)
         columns = [*tail_N, tail_one_N[0], *partition_N, partition_one_N[0]]
@@ -310,17 +310,17 @@ class SparseTargets(Targets):
         return self if self.known is None else replace(self, known_at_one=True)
 
     def log_tail(self, beta: Tensor | float) -> Tensor:
-        """L(beta) [N] in nats, once differentiable in `beta` (a positive scalar): cubic Hermite between knots."""
+        """Return L(beta) [N] in nats, once differentiable in `beta`, a positive scalar: cubic Hermite between knots."""
         return _moving(*(self._look_up(0, beta) or self._measure(beta)[0]), beta)
 
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
-        """log Z(beta) [N] in nats, once differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
+        """Return log Z(beta) [N] in nats, once differentiable in `beta`; 0 at beta = 1 up to rounding in storage."""
         if keep_N is not None:
             return self.where(keep_N).log_partition(beta)
         return _moving(*(self._look_up(3, beta) or self._measure(beta)[1]), beta)
 
     def _look_up(self, column: int, beta: Tensor | float) -> tuple[Tensor, Tensor | float] | None:
-        """Value and slope that `at` has computed for `beta`; None for another number than 1."""
+        """Return value and slope that `at` has computed for `beta`; None for another number than 1."""
         if self.known is None:
             return None
         if isinstance(beta, Tensor) and not self.known_at_one:
@@ -328,7 +328,7 @@ class SparseTargets(Targets):
         return (self.known[:, column + 2], 0.0) if self.known_at_one or beta == 1 else None
 
     def _measure(self, beta: Tensor | float) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """L(beta) [N] and its slope, and log Z(beta) [N] and its slope, all without gradients."""
+        """Return L(beta) [N] and its slope, and log Z(beta) [N] and its slope, all without gradients."""
         dtype = beta.dtype if isinstance(beta, Tensor) else self.tail.dtype
         beta = scalar(beta, self.tail.device, dtype).detach()
         tail_N, slope_N = self._measure_tail(beta)
@@ -362,11 +362,11 @@ class SparseTargets(Targets):
         return value_N + beyond_N, (values_N2 * value_rise + slopes_N2 * slope_rise).sum(-1) / width
 
     def top_logprobs(self, beta: Tensor | float) -> Tensor:
-        """log p_beta of the top-k entries [N,H] in nats, differentiable in `beta`."""
+        """Return log p_beta of the top-k entries [N,H] in nats, differentiable in `beta`."""
         return beta * self.logprobs[:, : self.top_k] - self.log_partition(beta)[:, None]
 
     def drawn_weights(self, beta: Tensor | float) -> Tensor:
-        """[N,D] (c_k / n) p_beta(k) / pi_k of the drawn columns, with pi_k their chance at a draw; 0 where absent.
+        """Return [N,D] (c_k / n) p_beta(k) / pi_k of the drawn columns, pi_k their chance at a draw; 0 where absent.
 
         They estimate the teacher's probabilities in the tail without bias at every beta.
         """
@@ -377,13 +377,13 @@ class SparseTargets(Targets):
         return shares_ND * self._drawn_ratio(beta).exp()
 
     def bounded_weights(self, beta: Tensor | float) -> Tensor:
-        """[N,D] the same with p_beta(k) / pi_k at most sqrt(n) times the tail's mass at beta, its mean over draws."""
+        """Return `drawn_weights` with p_beta(k) / pi_k at most sqrt(n) times its mean, the tail's mass at beta."""
         log_mass_N1 = (self.log_tail(beta) - self.log_partition(beta))[:, None]
         excess_ND = (self._drawn_ratio(beta) - log_mass_N1).clamp(max=0.5 * math.log(max(self.num_samples, 1)))
         return self.counts[:, self.top_k :] / self.num_samples * (log_mass_N1 + excess_ND).exp()
 
     def _drawn_ratio(self, beta: Tensor | float) -> Tensor:
-        """log of p_beta(k) / pi_k [N,D]; 0 where absent."""
+        """Return the log of p_beta(k) / pi_k [N,D]; 0 where absent."""
         # Without a top-k the samples come from the whole distribution, whose mass at T = 1 is exactly 1.
         log_mass_N1 = self.log_tail(1.0)[:, None] if self.top_k else 0.0
         ratio_ND = (beta - 1) * self.logprobs[:, self.top_k :] - self.log_partition(beta)[:, None] + log_mass_N1
@@ -392,7 +392,7 @@ class SparseTargets(Targets):
         return ratio_ND.masked_fill(self.counts[:, self.top_k :] == 0, 0.0)
 
     def without_absent(self, vocab_size: int) -> SparseTargets:
-        """The same with energy `FLOOR` and count 0 at absent entries, which gives them weight 0."""
+        """Return the same targets with energy `FLOOR` and count 0 at absent entries, which gives them weight 0."""
         absent_NK = self.ids >= vocab_size
         logprobs_NK = self.logprobs.masked_fill(absent_NK, FLOOR)
         return replace(self, logprobs=logprobs_NK, counts=self.counts.masked_fill(absent_NK, 0.0))
@@ -407,7 +407,7 @@ class SparseTargets(Targets):
         return Entries(torch.cat([ids_NK, labels_N[:, None]], dim=1), absent_NK, self.top_k)
 
     def statistics(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Statistics:
-        """The student's at beta = 1, without gradients; the top-k logits in `z_RV` are overwritten."""
+        """Return the student's statistics at beta = 1, without gradients; overwrite the top-k logits in `z_RV`."""
         entries = self.entries(labels_R, head.size or z_RV.shape[1])
         kept_RK, label_R = entries.take(z_RV, head).logits(z_RV.dtype)
         tail_R = head.log_sum_exp(z_RV)
@@ -441,22 +441,22 @@ class DenseTargets(Targets):
 
     @property
     def width(self) -> int:  # type: ignore[override]
-        """V."""
+        """The size of the vocabulary, V."""
         return self.logprobs.shape[1]
 
     @classmethod
     def from_logits(cls, logits_NV: Tensor, labels_N: Tensor, vocab_size: int | None = None) -> DenseTargets:
-        """Targets from an online teacher's logits, in fp32, without the columns from `vocab_size` on."""
+        """Make targets from an online teacher's logits, in fp32, without the columns from `vocab_size` on."""
         logprobs_NV = torch.log_softmax(logits_NV[:, :vocab_size].float(), dim=-1)
         return cls(logprobs_NV, logprobs_NV.gather(-1, labels_N[:, None]).squeeze(-1))
 
     def energies(self) -> Tensor:
-        """log p [N,V] in at least fp32, bounded below by `FLOOR`: p log p is then 0 and not NaN at p = 0."""
+        """Return log p [N,V] in at least fp32, bounded below by `FLOOR`: p log p is then 0 and not NaN at p = 0."""
         dtype = torch.promote_types(self.logprobs.dtype, torch.float32)
         return self.logprobs.to(dtype).clamp_min(FLOOR)
 
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
-        """log Z(beta) [N] in nats, without a second [N,V] tensor; rows outside `keep_N` give 0.
+        """Return log Z(beta) [N] in nats, without a second [N,V] tensor; rows outside `keep_N` give 0.
 
         Value and slope (E_p_beta[e]) are computed chunk by chunk and joined as L + L' (beta - stop_gradient(beta)).
         """
@@ -519,14 +519,14 @@ class OnlineTargets(Targets):
         return self.hidden.shape[0]
 
     def resolved(self) -> DenseTargets:
-        """All logits at once, [N,V]: for a few rows."""
+        """Compute all logits at once, [N,V]: for a few rows."""
         from kdtrain.objective.logits import chunk_logits
 
         return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.width), self.labels)
 
     @property
     def label_logprob(self) -> Tensor:  # type: ignore[override]
-        """It costs a product with the head, and so does `log_partition`."""
+        """The teacher's log p of the labels; it costs a product with the head, as `log_partition` does."""
         return self.by_parts(lambda part: part.resolved().label_logprob)
 
     def log_partition(self, beta: Tensor | float, keep_N: Tensor | None = None) -> Tensor:
@@ -552,31 +552,31 @@ class OnlineTargets(Targets):
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:
-    """`total / normalizer`; `total`, which is then 0, if a step has no unmasked token, so that nothing is NaN."""
+    """Return `total / normalizer`; `total`, which is then 0, if a step has no unmasked token: never NaN."""
     count = scalar(normalizer, total.device, total.dtype)
     return total / torch.where(count > 0, count, torch.ones_like(count))
 
 
 def readable(tensor: Tensor) -> bool:
-    """True where the host may read numbers: from a GPU a read waits for all of its work."""
+    """Return whether the host may read numbers: from a GPU a read waits for all of its work."""
     return tensor.device.type == "cpu"
 
 
 def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A number as a tensor on `device`, filled in there: a copy from the host would wait for all queued work."""
+    """Return a number as a tensor on `device`, filled in there: a copy from the host would wait for all queued work."""
     if isinstance(value, Tensor):
         return value.to(device, dtype or value.dtype)
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def _moving(value_N: Tensor, slope_N: Tensor | float, beta: Tensor | float) -> Tensor:
-    """The value, with this slope as its gradient in `beta`."""
+    """Return the value, with this slope as its gradient in `beta`."""
     return value_N + slope_N * (beta - beta.detach()) if isinstance(beta, Tensor) else value_N
 
 
 @functools.lru_cache(maxsize=64)
 def _ascending(knots: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The knots in ascending order, copied to the device once."""
+    """Return the knots in ascending order, copied to the device once."""
     return torch.tensor(knots[::-1], dtype=dtype, device=device)
 
 

@@ -56,25 +56,25 @@ class Temperature(nn.Module):
         self.step = step
 
     def value(self) -> Tensor:
-        """T for the distillation loss, scalar fp32, with the gradient that the mode defines (or none)."""
+        """Return T for the distillation loss, scalar fp32, with the gradient that the mode defines (or none)."""
         return self._start  # type: ignore[return-value]
 
     def auxiliary_loss(self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float) -> Tensor | None:
-        """A scalar to add to the loss, which depends on the temperature alone; None if the mode has none."""
+        """Return a scalar to add to the loss, which depends on the temperature alone; None if the mode has none."""
         return None
 
     def at_bound(self) -> str | None:
-        """`minimum` or `maximum` when a learned T is on that bound, else None. It waits for the device."""
+        """Return `minimum` or `maximum` when a learned T is on that bound, else None. It waits for the device."""
         return None
 
     def log_gradient(self) -> Tensor | None:
-        """The present gradient of theta, converted to log T; None if there is none."""
+        """Return the present gradient of theta, converted to log T; None if there is none."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemperatureOptions:
-    """The options that a mode is built from; each mode takes those that it needs."""
+    """The options that a mode is built from; each mode reads only what it needs."""
 
     start: float
     """T at step 0; a learned T starts at least 5 % of the range (in log T) inside its bounds."""
@@ -99,7 +99,7 @@ Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
 def register_temperature(
     name: str, *, learns: bool | None = None, maximizes: bool = False, scheduled: bool = False, help: str = ""
 ) -> Callable[[Maker], Maker]:
-    """Decorator: make a function or a subclass of `Temperature` the mode that `--temperature-mode NAME` takes.
+    """Return a decorator that makes a function, or a `Temperature`, the mode that `--temperature-mode NAME` takes.
 
     Args:
         name: as users write it.
@@ -149,7 +149,7 @@ class LearnedTemperature(Temperature):
         self.theta = nn.Parameter(torch.tensor(math.log(place / (1 - place)), dtype=torch.float32))
 
     def temperature(self) -> Tensor:
-        """T with its plain gradient in theta."""
+        """Return T with its plain gradient in theta."""
         return torch.exp(self.log_minimum + self.log_range * torch.sigmoid(self.theta.float()))
 
     def at_bound(self) -> str | None:
@@ -176,7 +176,7 @@ class LikelihoodTemperature(LearnedTemperature):
         return self.temperature().detach()
 
     def auxiliary_loss(self, targets: Targets | None, mask_N: Tensor, normalizer: Tensor | float) -> Tensor | None:
-        """Mean over unmasked tokens of log Z(beta) - beta e_label, in nats; None without targets.
+        """Return the mean over unmasked tokens of log Z(beta) - beta e_label, in nats; None without targets.
 
         `normalizer` is the number of unmasked tokens of the whole step, as for the loss.
         """
@@ -195,7 +195,7 @@ class AdversarialTemperature(LearnedTemperature):
         self.ramp_steps = ramp_steps
 
     def strength(self) -> float:
-        """Factor on the reversed gradient: 0 at step 0, 1 from step `ramp_steps` on, a cosine in between."""
+        """Return the factor on the reversed gradient: 0 at step 0, 1 from step `ramp_steps` on, a cosine in between."""
         return scheduled("cosine", 0.0, 1.0, self.step, self.ramp_steps)
 
     def value(self) -> Tensor:
@@ -203,7 +203,7 @@ class AdversarialTemperature(LearnedTemperature):
         return temperature.detach() - self.strength() * (temperature - temperature.detach())
 
     def log_gradient(self) -> Tensor | None:
-        """The loss's own gradient, as in all modes: not reversed, not ramped; None while the strength is 0."""
+        """Return the loss's own gradient, as in all modes: not reversed, not ramped; None while the strength is 0."""
         reversed_gradient = super().log_gradient()
         return None if reversed_gradient is None or not self.strength() else -reversed_gradient / self.strength()
 
@@ -216,7 +216,7 @@ class MinimizedTemperature(LearnedTemperature):
 
 
 def scheduled(shape: str, start: float, end: float, step: int, total_steps: int) -> float:
-    """Value at `step` on the way from `start` (step 0) to `end` (step `total_steps` and after)."""
+    """Return the value at `step` on the way from `start` (step 0) to `end` (step `total_steps` and after)."""
     if shape == "constant":
         return start
     done = min(1.0, step / total_steps) if total_steps > 0 else 1.0
@@ -226,7 +226,7 @@ def scheduled(shape: str, start: float, end: float, step: int, total_steps: int)
 
 
 def build_temperature(mode: str, **given: Any) -> Temperature:
-    """The temperature of `mode`, as `--temperature-mode` takes it, from the fields of `TemperatureOptions`.
+    """Build the temperature of `mode`, as `--temperature-mode` takes it, from the fields of `TemperatureOptions`.
 
     Raises:
         UsageError: an unknown mode, or impossible temperatures or bounds.

@@ -79,7 +79,7 @@ def agree(metadata: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """A digest of a model's weights in one pass over the memory, used only to compare ranks.
+    """Compute a digest of a model's weights in one pass over the memory, used only to compare ranks.
 
     `models.loading.model_digest` takes seven times as long. The digest misses two numbers of a tensor that are swapped.
     """
@@ -89,7 +89,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def code() -> dict[str, str]:
-    """A digest of the source of kdtrain and of what packages have registered so far, and versions of libraries."""
+    """Return a digest of the source of kdtrain and of the packages' modules in use, and the versions of libraries."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

@@ -21,7 +21,7 @@ from kdtrain.ranks import all_reduce_sum, rank, reported, world_size
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The place of this rank; by default that of a single process.
+    """The place of this rank among all ranks; by default the place of a single process.
 
     `mesh` has the data ranks in its dimension `shard`, and where several share a copy of a model also `replicate`;
     `data_group` is their process group. `tensor_mesh` has the ranks of one data rank.
@@ -82,17 +82,17 @@ class RankLayout:
         return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
     def share(self, indices: np.ndarray) -> np.ndarray:
-        """The part of a step's sequences that this data rank reads: an even one, in order."""
+        """Return the part of a step's sequences that this data rank reads: an even part, in order."""
         return np.array_split(indices, self.data_size)[self.data_rank]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the data ranks, entry by entry, with the same bits on each rank; every rank must call it."""
+        """Sum over the data ranks, entry by entry, with the same bits on each rank; every rank must call it."""
         if self.tensor_size > 1:
             return all_reduce_sum(self.once(tensor))
         return tensor if self.data_size == 1 else all_reduce_sum(tensor, self.data_group)
 
     def once(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the first tensor rank of a data rank and 0 on others: in a sum over all ranks each counts once.
+        """Return `tensor` on the first tensor rank of a data rank, else 0: in a sum over all ranks each counts once.
 
         Tensor ranks may round apart; what follows from a sum of one of them is the same on all.
         """

@@ -105,7 +105,7 @@ class ModelFootprint:
         return self.parameters - self.frozen
 
     def part(self, ranks: int, whole: float | None) -> "ModelFootprint":
-        """Return what one of some tensor ranks has of it: norms are counted as cut too, as they are few.
+        """Return the part that one of some tensor ranks has: norms are counted as cut too, as they are few.
 
         whole: bytes a token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
         forward keeps is counted whole.
@@ -132,7 +132,7 @@ def model_footprint(
     on_gpu: bool = False,
     freeze_head: bool = False,
 ) -> ModelFootprint:
-    """The footprint of a student (`trained`), with the adapters of its spec, or a teacher.
+    """Measure the footprint of a student (`trained`), with the adapters of its spec, or of a teacher.
 
     vocab_size: of a `[config]` that leaves it out. mode: number format of its forward, fp32, bf16 or fp16. on_gpu:
     where it will run: a CPU keeps masks for sliding windows, and the scores of a model with a soft cap. freeze_head:
@@ -202,7 +202,7 @@ def model_footprint(
 
 
 def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float, float]:
-    """D of the last hidden states, and the bytes that autograd keeps of other tensors: a token, and once a forward."""
+    """Return D of the last hidden states, and the bytes of tensors that autograd keeps: a token, and once a forward."""
     own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
     dtype, sizes = head_dtype(mode), []
     for sequences in (1, 2):
@@ -243,13 +243,13 @@ class Job:
     snapshots: int = 0  # states that adaptive quantisation keeps in the same memory
 
     def micro(self, world: int) -> int:
-        """Sequences in a forward of one of `world` ranks."""
+        """Return the sequences in a forward of one of `world` ranks."""
         return self.micro_batch_size or max(self.batch_size // world, 1)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The part of student and teacher on each rank."""
+    """The plan of memory: the part of student and teacher on each rank, and the bytes that it needs."""
 
     student: Literal["single", "ddp", "fsdp"]
     """The whole student in the only process, the whole of it on each rank, or a shard of it."""
@@ -274,7 +274,7 @@ class MemoryPlan:
         return sum(self.needs.values())
 
     def table(self) -> dict[str, Any]:
-        """The plan for people and for JSON; memory in GiB a rank."""
+        """Return the plan for people and for JSON; memory in GiB a rank."""
         shown: dict[str, Any] = {"student": self.student, "teacher": self.teacher}
         shown |= {"tensor ranks": self.tensor} if self.tensor > 1 else {}
         if "fsdp" in (self.student, self.teacher):
@@ -330,7 +330,7 @@ def choose(
 
 
 def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | None) -> list[MemoryPlan]:
-    """The plans that the options allow, by preference."""
+    """Return the plans that the options allow, in order of preference."""
     if world == 1:
         return [MemoryPlan("single", "replicate" if online else "none")]
     students: list[Literal["ddp", "fsdp"]] = ["ddp", "fsdp"]
@@ -357,7 +357,7 @@ def _fits(options: ParallelConfig, world: int, job: Job, free: float) -> bool:
 
 
 def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> Iterator[str]:
-    """Changes that each make the job fit; smaller micro-batches with checkpointing if neither is enough alone."""
+    """Yield changes that each make the job fit; smaller micro-batches with checkpointing if neither is enough alone."""
     micro = job.micro(world)
     smaller = {f"--micro-batch-size {micro >> n}": micro >> n for n in range(1, 32) if micro % (1 << n) == 0}
     tried = {text: replace(job, micro_batch_size=size) for text, size in smaller.items()}
@@ -381,7 +381,7 @@ def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> I
 
 
 def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
-    """`plan` with the bytes that each of `world` ranks needs."""
+    """Return `plan` with the bytes that each of `world` ranks needs."""
     moments = _moments(plan, job, world)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return replace(plan, needs={name: each for name, each in moments[moment].items() if each}, moment=moment)
@@ -451,17 +451,17 @@ def _output_head(job: Job, tokens: int) -> float:
 
 
 def _root_and_two(numbers: int, in_layers: int, layers: int) -> float:
-    """Return how many of `numbers` are gathered at once: all but those `in_layers`, and those of two layers."""
+    """Return how many of `numbers` are gathered at once: all but the numbers `in_layers`, and two layers' numbers."""
     return numbers - in_layers + 2.0 * in_layers / max(layers, 1)
 
 
 def _of_a_layer(model: ModelFootprint, tokens: int) -> float:
-    """Bytes that a forward of one layer keeps."""
+    """Return the bytes that a forward of one layer keeps."""
     return (tokens * model.kept + model.kept_once) / max(model.layers, 1)
 
 
 def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
-    """Bytes of a teacher's weights on one of the ranks that share them, with its root and two layers gathered."""
+    """Return the bytes of a teacher's weights on one of the ranks that share them, its root and two layers gathered."""
     numbers = teacher.parameters / shared
     if shared > 1:
         numbers += _root_and_two(teacher.parameters, teacher.in_layers, teacher.layers)
@@ -485,7 +485,7 @@ def _data_ranks(config: DistillConfig) -> int:
 
 
 def fitting_micro_batch(config: DistillConfig, share: int, job: Job | None, free: float | None) -> int:
-    """The size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits or is odd.
+    """Return the size for `--micro-batch-size auto`: a rank's share of a step, halved until it fits or is odd.
 
     free: see `free_everywhere`; without it, or for a model that cannot be measured, the whole share.
     """
@@ -506,9 +506,9 @@ def job_of(
     vocab_size: int | None = None,
     teacher: ModelFootprint | None = None,
 ) -> Job | None:
-    """The sizes of a run in `mode`; None if the student or an online teacher cannot be measured.
+    """Return the sizes of a run in `mode`; None if the student or an online teacher cannot be measured.
 
-    vocab_size: of the data, for a student whose spec names none; None: that of the student's tokenizer.
+    vocab_size: of the data, for a student whose spec names none; None: the size of the student's tokenizer.
     """
     on_gpu = device.type == "cuda"
     how = {"seq_len": seq_len, "mode": mode, "on_gpu": on_gpu, "freeze_head": config.freeze_head}
@@ -540,12 +540,12 @@ def job_of(
 
 
 def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) -> ModelFootprint | None:
-    """As `footprint_of`; vocab_size: of the data, None: that of the student's tokenizer, if its spec names none."""
+    """Call `footprint_of` for a student; vocab_size: of the data, None: of its tokenizer, if its spec names none."""
     return footprint_of(student, vocab_size=_vocabulary(student, vocab_size), trained=True, **how)
 
 
 def student_parameters(student: ModelSpec, vocab_size: int | None) -> int:
-    """The parameters of a student without adapters, also of one that does not run without numbers."""
+    """Count the parameters of a student without adapters, also of one that does not run without numbers."""
     config = configuration(student, _vocabulary(student, vocab_size))
     return parameter_count(student.name, config, trust_remote_code=student.trust_remote_code)
 
@@ -559,7 +559,7 @@ def _vocabulary(student: ModelSpec, vocab_size: int | None) -> int | None:
 def shards_teacher(
     config: CacheTeacherConfig, teacher: ModelFootprint | None, free: float | None, seq_len: int
 ) -> bool:
-    """True if cache-teacher shards its teacher over the ranks.
+    """Return whether cache-teacher shards its teacher over the ranks.
 
     teacher: None if it cannot be estimated. free: see `free_everywhere`.
 
@@ -587,7 +587,7 @@ def shards_teacher(
 
 
 def footprint_of(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
-    """As `model_footprint`; None, and a line in the log, for a model that does not run without numbers."""
+    """Call `model_footprint`; return None, and log a line, for a model that does not run without numbers."""
     try:
         return model_footprint(spec, **how)
     except UsageError:

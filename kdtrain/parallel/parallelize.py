@@ -73,7 +73,7 @@ class SingleProcess:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Wraps forward and backward of a micro-batch; the last one of a step exchanges gradients."""
+        """Wrap forward and backward of a micro-batch; the last one of a step exchanges gradients."""
         yield
 
     def reshard(self) -> None:
@@ -125,7 +125,7 @@ class Replicated(SingleProcess):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Wraps forward and backward: DDP decides in the forward whether the backward exchanges gradients."""
+        """Wrap forward and backward: DDP decides in the forward whether the backward exchanges gradients."""
         if last:
             yield
         else:
@@ -143,7 +143,7 @@ class Summed(SingleProcess):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Wraps forward and backward of a micro-batch."""
+        """Wrap forward and backward of a micro-batch; sum the gradients over data ranks behind a step's last one."""
         yield
         if last and self.layout.data_size > 1:
             gradients = [local(each.grad) for each in self.model.parameters() if each.grad is not None]
@@ -167,7 +167,7 @@ class Sharded(SingleProcess):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Wraps forward and backward: FSDP2 decides in the backward what it exchanges."""
+        """Wrap forward and backward: FSDP2 decides in the backward what it exchanges."""
         model: Any = self.model
         model.set_requires_gradient_sync(last or self.accumulate == "sharded")
         model.set_requires_all_reduce(last)
@@ -175,7 +175,10 @@ class Sharded(SingleProcess):
 
 
 def parallelize(student: Any, kind: str, layout: RankLayout, accumulate: str = "whole") -> SingleProcess:
-    """The wrapper of a `training.student.Student`: `single`, `ddp`, or `fsdp` for a sharded model (see `Sharded`)."""
+    """Return the wrapper of a `training.student.Student`: `single`, `ddp`, or `fsdp` for a sharded model.
+
+    With tensor ranks, `ddp` sums the gradients without DDP (`Summed`).
+    """
     if kind == "single":
         return SingleProcess(student, student.model, layout)
     if kind == "fsdp":
@@ -223,8 +226,11 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 def sum_over_tensor_ranks(model: Any, layout: RankLayout) -> None:
-    """Make the gradients of weights that each tensor rank of a `SplitModel` holds whole those of one process, once a
-    step: the sum of what the ranks see, or where all see the same the first one's, so that no rounding parts them."""
+    """Make the gradients of weights that each tensor rank of a `SplitModel` holds whole the same as in one process.
+
+    Called once a step. They are the sum of what the ranks see, or where all see the same the first rank's, so that
+    no rounding parts them.
+    """
     if layout.tensor_size == 1:
         return
     group = layout.tensor_mesh.get_group()
@@ -244,12 +250,12 @@ def exchange(tensors: Sequence[torch.Tensor], how: Callable[[torch.Tensor], torc
 
 
 def is_sharded(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if any of them is sharded."""
+    """Return whether any of the tensors is sharded."""
     return any(isinstance(each, DTensor) for each in tensors)
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of `whole` on this rank when it is sharded like `like`; all of it if `like` is not sharded."""
+    """Return the part of `whole` on this rank when it is sharded like `like`; all of it if `like` is not sharded."""
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return local(whole)
     shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -257,7 +263,7 @@ def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`whole` sharded like `like`, on its device."""
+    """Return `whole` sharded like `like`, on its device."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole.to(like.device)
     return with_local(like, part_of(whole, like).to(local(like).device).contiguous())
@@ -275,18 +281,18 @@ def clip_norm_(parameters: Sequence[torch.nn.Parameter], largest: float) -> torc
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
-    """The factor of torch's `clip_grad_norm_`, so that a sharded run clips as one process does."""
+    """Return the factor of torch's `clip_grad_norm_`, so that a sharded run clips as one process does."""
     return torch.clamp(largest / (norm + 1e-6), max=1.0)
 
 
 def peak(tensor: torch.Tensor) -> float:
-    """The largest magnitude in this rank's part of `tensor`; infinite if it has a NaN, 0 if it is empty."""
+    """Return the largest magnitude in this rank's part of `tensor`; infinite if it has a NaN, 0 if it is empty."""
     own = local(tensor).detach().float().abs()
     return float(torch.nan_to_num(own, nan=float("inf")).max()) if own.numel() else 0.0
 
 
 def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude of each, over all ranks; infinite if any part is non-finite; 1-dim fp32."""
+    """Return the largest magnitude of each tensor, over all ranks; infinite if any part is non-finite; 1-dim fp32."""
     each = [local(tensor).detach().float().abs() for tensor in tensors]
     own = torch.stack([own.max() if own.numel() else own.new_zeros(()) for own in each])
     own = torch.nan_to_num(own, nan=float("inf"), posinf=float("inf"))
@@ -294,7 +300,7 @@ def peaks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The Euclidean norm of all tensors together, over all ranks; fp32, one all-reduce for each group that shares."""
+    """Return the Euclidean norm of all tensors, over all ranks; fp32, one all-reduce for each group that shares."""
     if not is_sharded(tensors):
         return torch.nn.utils.get_total_norm(tensors)
     squares: dict[Any, Any] = {}
@@ -325,13 +331,13 @@ class Traffic:
     """If they are known in advance."""
 
     def sent(self, sharing: int, replicas: int = 1) -> float:
-        """Bytes that a rank sends over rings: of `sharing` ranks for shards, of `replicas` for all-reduces."""
+        """Return the bytes a rank sends over rings: of `sharing` ranks for shards, of `replicas` for all-reduces."""
         parts, copies = (sharing - 1) / sharing, (replicas - 1) / replicas
         return parts * (self.all_gather + self.reduce_scatter) + 2 * copies * self.all_reduce
 
 
 def ddp(shapes: Sequence[Shape]) -> Traffic:
-    """A step under DDP, for parameters of these shapes."""
+    """Return the traffic of a step under DDP, for parameters of these shapes."""
     return Traffic(all_reduce=4.0 * sum(map(math.prod, shapes)))
 
 
@@ -346,7 +352,7 @@ def fsdp(
     accumulate: str = "whole",
     frozen: Sequence[Shape] = (),
 ) -> Traffic:
-    """A step under FSDP2.
+    """Return the traffic of a step under FSDP2.
 
     Args:
         layers: shapes of the parameters of each layer.
@@ -355,7 +361,7 @@ def fsdp(
         micro_batches: of a step on a rank.
         gathered: bytes of a gathered number of a layer.
         accumulate: see `Sharded`.
-        frozen: of the same parameters, those that are not trained.
+        frozen: shapes of the parameters among these that are not trained.
     """
     inside = sum(padded(shape, sharing) for layer in layers for shape in layer)
     outside = sum(padded(shape, sharing) for shape in root)
@@ -371,6 +377,6 @@ def fsdp(
 
 
 def padded(shape: Shape, sharing: int) -> int:
-    """Numbers of a parameter of `shape`, padded along its first dimension to `sharing` equal parts."""
+    """Count the numbers of a parameter of `shape`, padded along its first dimension to `sharing` equal parts."""
     first, *rest = shape if len(shape) else (1,)
     return math.ceil(first / sharing) * sharing * math.prod(rest)

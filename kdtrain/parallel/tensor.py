@@ -182,7 +182,7 @@ class _Cutting:
         self.model, self.mesh, self.sequence, self.probes = model, mesh, sequence, False
 
     def stream(self) -> Any:
-        """How the residual stream lies over the tensor ranks now."""
+        """Return the placement of the residual stream over the tensor ranks now."""
         return Shard(1) if self.sequence and (self.model.training or self.probes) else Replicate()
 
     @contextmanager
@@ -237,7 +237,7 @@ class _Cutting:
 
 
 def _matching(path: str, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """The modules that a path of a plan names, where * is the number of a layer; also within the model's wrapper."""
+    """Yield the modules that a path of a plan names, where * is a layer's number; also within the model's wrapper."""
     wanted = path.split(".")
     for each in modules:
         parts = each.split(".")
@@ -254,7 +254,7 @@ def _cut_rows(module: nn.Module, mesh: Any) -> None:
 
 
 def _settle(model: nn.Module, device: torch.device) -> None:
-    """Move what is whole to `device`, and give each part memory of its own: a view would keep the whole alive."""
+    """Move whole tensors to `device`, and give each part memory of its own: a view would keep the whole alive."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if isinstance(parameter, DTensor):
@@ -268,7 +268,7 @@ def _settle(model: nn.Module, device: torch.device) -> None:
 
 
 def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = None) -> dict[str, Tensor]:
-    """The hidden states of a probe without dropout, and the gradients of the parameters `names`, on the CPU.
+    """Compute a probe's hidden states without dropout, and the gradients of the parameters `names`, on the CPU.
 
     group: of the tensor ranks, over which a gradient in parts is summed; None before the model is cut.
     """

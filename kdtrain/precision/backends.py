@@ -44,12 +44,12 @@ wrapper."""
 
 
 def why_not_torchao(device: torch.device) -> str | None:
-    """Why torchao cannot be used on `device`, or None."""
+    """Return why torchao cannot be used on `device`, or None."""
     return _why_not_import("torchao.float8") or (why_not_real(device) if device.type == "cuda" else None)
 
 
 def why_not_transformer_engine(device: torch.device) -> str | None:
-    """Why TransformerEngine cannot be used on `device`, or None."""
+    """Return why TransformerEngine cannot be used on `device`, or None."""
     if device.type != "cuda":
         return "TransformerEngine runs on CUDA devices only"
     reason = _why_not_import("transformer_engine.pytorch")
@@ -64,7 +64,7 @@ def why_not_transformer_engine(device: torch.device) -> str | None:
 
 
 def why_not_real(device: torch.device) -> str | None:
-    """Why no fp8 product on `device` is faster than a bf16 one, or None."""
+    """Return why no fp8 product on `device` is faster than a bf16 one, or None."""
     if device.type != "cuda":
         return "no CPU instruction multiplies fp8"
     major, minor = torch.cuda.get_device_capability(device)
@@ -72,7 +72,7 @@ def why_not_real(device: torch.device) -> str | None:
 
 
 def _why_not_import(name: str) -> str | None:
-    """Why a library cannot be imported, in one line; TransformerEngine without its core raises no ImportError."""
+    """Return why a library cannot be imported, in a line; TransformerEngine without its core raises no ImportError."""
     try:
         with quiet_import():
             importlib.import_module(name)
@@ -106,7 +106,7 @@ def register_backend(
     why_not_real: Callable[[torch.device], str | None] = why_not_real,
     help: str = "",
 ) -> Callable[[Maker], Maker]:
-    """Decorator: make a class (a `Backend` built from a `FormatRecipe`) the one that `--fp8-backend NAME` takes.
+    """Return a decorator that makes a class (a `Backend` built from a `FormatRecipe`) what `--fp8-backend NAME` takes.
 
     Args:
         name: as users write it.
@@ -129,11 +129,11 @@ class Torchao:
     recipe: FormatRecipe
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
-        """Why a layer of this shape cannot be quantised, or None."""
+        """Return why a layer of this shape cannot be quantised, or None."""
         return _no_multiple(16, inputs, outputs)
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
-        """The product for a layer."""
+        """Return the product for a layer."""
         return _TorchaoProduct(*(_converted(inputs, outputs, self.recipe, high) for high in (False, True)))
 
 
@@ -152,7 +152,7 @@ class _TorchaoProduct:
         return y_NO.to(dtype)
 
     def of_constant(self, weight_OD: Tensor) -> Product:
-        """The product for a layer whose weight does not change."""
+        """Return the product for a layer whose weight does not change."""
         return _ConstantTorchaoProduct(self, weight_OD)
 
 
@@ -170,7 +170,7 @@ class _ConstantTorchaoProduct:
             self.along_O = self.cast(weight_DO, config.cast_config_weight_for_grad_input, role, -1)
 
     def cast(self, values: Tensor, how: Any, role: Any, axis: int) -> Any:
-        """`values` in fp8, with scales along `axis` where rows have their own."""
+        """Cast `values` to fp8, with scales along `axis` where rows have their own."""
         from torchao.float8.float8_linear import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 
         return hp_tensor_to_float8_dynamic(
@@ -211,7 +211,7 @@ class _ConstantWeight(torch.autograd.Function):
 
 
 def _converted(inputs: int, outputs: int, recipe: FormatRecipe, high_forward: bool) -> Any:
-    """A stand-in layer without storage, converted by torchao."""
+    """Return a stand-in layer without storage, converted by torchao."""
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
     from torchao.float8.config import ScalingType
 
@@ -241,13 +241,13 @@ class TransformerEngine:
     recipe: FormatRecipe
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
-        """Why a layer of this shape cannot be quantised, or None."""
+        """Return why a layer of this shape cannot be quantised, or None."""
         if transposed:
             return "TransformerEngine takes no transposed weights"
         return _no_multiple(_multiple(self.recipe), inputs, outputs)
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
-        """The product for a layer."""
+        """Return the product for a layer."""
         return _TransformerEngineProduct(layer, inputs, outputs, self.recipe)
 
 
@@ -277,7 +277,7 @@ class _TransformerEngineProduct:
 
 
 def _multiple(recipe: FormatRecipe) -> int:
-    """All sizes, the number of tokens too, must be a multiple of it for TransformerEngine."""
+    """Return the number whose multiples all sizes must be for TransformerEngine, the number of tokens too."""
     return 128 if recipe.scaling == "blockwise" else 16
 
 
@@ -296,7 +296,7 @@ register_backend(
 
 @dataclass(frozen=True)
 class Capability:
-    """Whether one back end supports one mode on one device."""
+    """The support of one back end for one mode on one device."""
 
     mode: str
     backend: str
@@ -314,13 +314,13 @@ class Capability:
 
 
 def capabilities(device: torch.device) -> list[Capability]:
-    """Every mode and built-in back end on `device`."""
+    """Return what every mode and built-in back end can do on `device`."""
     table = [capability("fp8", backend, device) for backend in _ORDER]
     return table + [capability(mode, "emulated", device) for mode in QUANTIZED[1:]]
 
 
 def capability(mode: str, backend: str, device: torch.device, recipe: FormatRecipe | None = None) -> Capability:
-    """Whether `backend` supports `mode` on `device`, with the plain recipe when none is given."""
+    """Find out whether `backend` supports `mode` on `device`, with the plain recipe when none is given."""
     entry: BackendEntry = BACKENDS.get(backend)
     if mode not in entry.modes:
         return Capability(mode, backend, False, False, f"{backend} has no {mode} that trains here")
@@ -346,7 +346,7 @@ class FormatChoice:
 
 
 def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: torch.device) -> FormatChoice | str:
-    """The back end for `mode`, or why there is none.
+    """Choose the back end for `mode`, or return why there is none.
 
     wanted: `auto` takes the first that is real, else emulation. scaling: the recipe by its option's name.
 
@@ -373,7 +373,7 @@ def choose(mode: str, wanted: str, recipe: FormatRecipe, scaling: str, device: t
 
 
 def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingControl, stochastic: bool) -> FormatRecipe:
-    """The recipe of a mode; the default elements are those commonly used with its scaling.
+    """Make the recipe of a mode; the default elements are those commonly used with its scaling.
 
     form: hybrid (e4m3, and e5m2 for gradients), e4m3 or e5m2, for the modes of 8 bits. Hybrid is the default with one
     scale a tensor, whose gradients need the range; e4m3 with finer scales.
@@ -394,7 +394,7 @@ def make_recipe(mode: str, scaling: str, form: str | None, control: ScalingContr
 
 
 def _unsupported(mode: str, backend: str, recipe: FormatRecipe, scaling: str) -> str | None:
-    """Why a back end cannot make the mode or the recipe, and what to do; None if it can."""
+    """Return why a back end cannot make the mode or the recipe, and what to do; None if it can."""
     entry: BackendEntry = BACKENDS.get(backend)
     if mode not in entry.modes:
         return f"has no {mode}; leave it out, {mode} is emulated everywhere"
@@ -408,7 +408,7 @@ def _unsupported(mode: str, backend: str, recipe: FormatRecipe, scaling: str) ->
 
 
 def _why_not_a_product(backend: Backend, device: torch.device) -> str | None:
-    """The error of a small product and its backward, or None."""
+    """Return the error of a small product and its backward, or None."""
     layer = torch.nn.Linear(128, 128, bias=False, device=device)
     x = torch.ones(16, 128, device=device, requires_grad=True)
     dtype = torch.bfloat16 if has_bf16(device) else torch.float32
@@ -421,7 +421,7 @@ def _why_not_a_product(backend: Backend, device: torch.device) -> str | None:
 
 
 def policy(config: QuantizationConfig, mode: str, lr_schedule: str, decay_start: int) -> Policy:
-    """The controller's settings for a run in `mode`; decay_start: the last step before the rate's decay."""
+    """Return the controller's settings for a run in `mode`; decay_start: the last step before the rate's decay."""
     rules = config.rules(lr_schedule)
     return Policy(
         quantized=mode,

@@ -28,7 +28,7 @@ COLLECTS_ONCE: dict[str, Any] = {"skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def compiled_whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`function`, which calls the model, compiled as one graph."""
+    """Return `function`, which calls the model, compiled as one graph."""
     return dynamo_config.patch(COLLECTS_ONCE)(torch.compile(function, dynamic=False, **options))
 
 
@@ -47,7 +47,7 @@ class CompiledLayers:
 
     @staticmethod
     def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which calls the model, with the compiler's settings for layers while it runs, in this thread."""
+        """Return `function`, which calls the model, with the compiler's settings for layers in its thread."""
         # A layer has no need of DDPOptimizer, which would cut its graph at weights as large as a bucket.
         return dynamo_config.patch(optimize_ddp=False, recompile_limit=GRAPHS, **COLLECTS_ONCE)(function)
 
@@ -67,7 +67,7 @@ class CompiledLayers:
 
 
 def _collecting(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A layer's forward, compiled; the router logits in it go to the collector around it, which no graph can read."""
+    """Compile a layer's forward; its router logits go to the collector around it, which no graph can read."""
 
     def inside(routes: bool, *args: Any, **kwargs: Any) -> Any:
         found: dict[str, list[Any]] = {"router_logits": []} if routes else {}

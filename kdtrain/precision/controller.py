@@ -231,16 +231,16 @@ class PrecisionController:
         return self._memory.steps_quantized
 
     def buffer_names(self) -> list[str]:
-        """All checkpoints of the recovery buffer, oldest first; others of their kind are no longer needed."""
+        """Return all checkpoints of the recovery buffer, oldest first; others of their kind are no longer needed."""
         return [name for name, _ in self._saved]
 
     def recovery_names(self) -> list[str]:
-        """The checkpoints of the recovery buffer that hold a good state, newest first."""
+        """Return the checkpoints of the recovery buffer that hold a good state, newest first."""
         steps = {name: re.search(r"_iter(\d+)", name) for name, good in reversed(self._saved) if good}
         return [name for name, step in steps.items() if step is not None and self.evaluated(int(step[1]))]
 
     def evaluated(self, step: int) -> bool:
-        """True if a step was taken from the weights after `step`: only that shows that they are not broken."""
+        """Return whether a step was taken from the weights after `step`: only that shows that they are not broken."""
         return step < self._memory.taken
 
     def spend(self, name: str) -> None:
@@ -266,7 +266,7 @@ class PrecisionController:
         return (1 - memory.weight) * metrics["ce"] + memory.weight * metrics["kd_T1"]
 
     def wants_gap(self, step: int) -> bool:
-        """True if the gap is to be measured at `step`: it is due, or a decision is near and allowed."""
+        """Return whether to measure the gap at `step`: it is due, or a decision is near and allowed."""
         if "gap" not in self._streaks or self._decays(step) or (not self.is_quantized and self._is_spent()):
             return False
         gap = self._streaks["gap"]
@@ -274,7 +274,7 @@ class PrecisionController:
         return step % self.policy.probe_every == 0 or (near > 0 and self._has_dwelt(step))
 
     def observe(self, step: int, loss: float, gap: float | None = None, broken: str | None = None) -> list[Action]:
-        """The actions after step `step` (1, 2, ...).
+        """Return the actions after step `step` (1, 2, ...).
 
         loss: the step's loss, reduced over all ranks. gap: loss quantised minus loss high, if it was measured.
         broken: what was non-finite, the loss or the gradient, if the step was not taken; `loss` is then its value.
@@ -291,7 +291,7 @@ class PrecisionController:
         return actions
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole memory, as plain JSON values."""
+        """Return the whole memory, as plain JSON values."""
         return {
             "memory": asdict(self._memory),
             "streaks": {rule: asdict(each) for rule, each in self._streaks.items()},
@@ -313,7 +313,7 @@ class PrecisionController:
         self._saved = []
 
     def _judge(self, step: int, loss: float, gap: float | None) -> list[Action]:
-        """`observe` but for the checkpoint of a switch; the memory has the new mode before anything is saved."""
+        """Do what `observe` does but for a switch's checkpoint; set the new mode in memory before anything is saved."""
         memory = self._memory
         if not math.isfinite(loss):
             return self._broken(step, "Loss", loss)
@@ -330,7 +330,7 @@ class PrecisionController:
         return actions + self._keep(step, good)
 
     def _broken(self, step: int, what: str, value: float) -> list[Action]:
-        """A non-finite value: switch to the fallback at once; in the fallback, go back to a good state."""
+        """React to a non-finite value: switch to the fallback at once; in the fallback, go back to a good state."""
         self._memory.finite = 0
         if self.is_quantized:
             line = f"[AdaptiveQuantization] {what} {value:.4f} is not finite, switching to {self.policy.fallback}"
@@ -391,7 +391,7 @@ class PrecisionController:
         return self._switch(step, f"[AdaptiveQuantization] {what} {value:.4f} {stable}")
 
     def _loss_name(self) -> str:
-        """What a line calls the loss that the rules judge: where alpha moves it is not that of a step's line."""
+        """Name the loss that the rules judge, for a line: where alpha moves it is not the loss of a step's line."""
         weight = self._memory.weight
         return "Loss" if weight is None else f"Loss at alpha {weight:.2f}"
 
@@ -406,7 +406,7 @@ class PrecisionController:
         return [LogLine(line)]
 
     def _keep(self, step: int, good: bool) -> list[Action]:
-        """Snapshots within a window, and a checkpoint at its end; the oldest leave the recovery buffer."""
+        """Return snapshots within a window, and a checkpoint at its end; the oldest leave the recovery buffer."""
         policy = self.policy
         number, ends = (step - 1) // policy.window + 1, step % policy.window == 0
         due = step % policy.snapshot_every == 0
@@ -465,7 +465,7 @@ class PrecisionController:
 
 
 def _bound(values: list[float], loss: float) -> float:
-    """Median + 6 scaled MADs of `values`, with noise of at least a thousandth of `loss`."""
+    """Return the median + 6 scaled MADs of `values`, with noise of at least a thousandth of `loss`."""
     median, spread = median_and_mad(values)
     return median + MAD_FACTOR * max(spread, _LEAST_SPREAD * abs(loss))
 
@@ -494,7 +494,7 @@ class Adaptive:
         self.switch.position = "quantized" if mode == self.controller.policy.quantized else self.fallback
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's memory."""
+        """Return the controller's memory."""
         return self.controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

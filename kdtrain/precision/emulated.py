@@ -84,7 +84,7 @@ def quantize_mx(
     *,
     stochastic: bool = False,
 ) -> Tensor:
-    """fp32 `values_RC` [R, C] after rounding to MX, in blocks of 32 along `axis` (0 or 1).
+    """Return fp32 `values_RC` [R, C] after rounding to MX, in blocks of 32 along `axis` (0 or 1).
 
     control: the shared exponent of a block whose largest magnitude is a, for an element of largest exponent e:
     `max` floor(log2 a) - e, the OCP's rule, which clamps up to half of the top binade; `max_minus_1` one more, which
@@ -99,7 +99,7 @@ def quantize_mx(
 
 
 def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingControl) -> Tensor:
-    """The scale [R, C] that `quantize_mx` gives each element of `values_RC`."""
+    """Return the scale [R, C] that `quantize_mx` gives each element of `values_RC`."""
     return _by_tiles(
         values_RC, _block(axis), lambda tiles: _shared_scale(_largest(tiles), element, control).expand_as(tiles)
     )
@@ -108,7 +108,7 @@ def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingCon
 def quantize_fp8(
     values_RC: Tensor, element: Element, tile: tuple[int, int] | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """fp32 `values_RC` [R, C] after rounding to fp8, and a scalar with which the caller multiplies them.
+    """Return fp32 `values_RC` [R, C] after rounding to fp8, and a scalar with which the caller multiplies them.
 
     tile: None for one scale a tensor, the fp32 number largest / amax; the scalar is its inverse, because rescaled
     values would not fit into bf16. Else the sizes [r, c] of the tiles that share a scale, the largest power of two that
@@ -127,7 +127,7 @@ def quantize_fp8(
 
 
 def _power_of_two(values: Tensor) -> Tensor:
-    """2^floor(log2 |v|) by the exponent's bits: 0 for zeros and subnormals, infinity for infinities and NaN."""
+    """Return 2^floor(log2 |v|) by the exponent's bits: 0 for zeros and subnormals, infinity for infinities and NaN."""
     return (values.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
@@ -155,7 +155,7 @@ def _by_tiles(values_RC: Tensor, tile: tuple[int, int], function: Callable[[Tens
 
 
 def _largest(tiles: Tensor) -> Tensor:
-    """The largest magnitude of each tile [R / r, 1, C / c, 1]; NaN if it is non-finite."""
+    """Return the largest magnitude of each tile [R / r, 1, C / c, 1]; NaN if it is non-finite."""
     return _largest_or_nan(tiles.abs().amax(dim=(1, 3), keepdim=True))
 
 
@@ -168,7 +168,7 @@ Scaling = Literal["tensorwise", "rowwise", "blockwise", "mx"]
 
 @dataclass(frozen=True)
 class FormatRecipe:
-    """How operands are quantised."""
+    """The recipe by which operands are quantised."""
 
     scaling: Scaling
     """The unit with one scale: a tensor, a row along the sum, a tile of 1 x 128 (weights 128 x 128), or an MX block."""
@@ -205,7 +205,7 @@ def quantized_linear(
     high_forward: bool = False,
     held: Held | None = None,
 ) -> Tensor:
-    """`x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
+    """Compute `x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
 
     x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are in bf16, or in fp32 if
     that is `dtype`. high_forward: quantise in the backward only. held: the weight by `hold`, if it is constant.
@@ -260,19 +260,19 @@ class _QuantizedLinear(torch.autograd.Function):
 def _operand(
     weight_OD: Tensor, recipe: FormatRecipe, axis: int, compute: torch.dtype, held: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The weight for a sum along `axis`, quantised now or `held`."""
+    """Return the weight for a sum along `axis`, quantised now or `held`."""
     return quantized_operand(weight_OD, recipe, "weight", axis, compute) if held is None else (held.to(compute), scale)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for fp32; else bf16, which has fp32's range: in fp16 a block's scale could overflow."""
+    """Return fp32 for fp32; else bf16, which has fp32's range: in fp16 a block's scale could overflow."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 def quantized_operand(
     values_RC: Tensor, recipe: FormatRecipe, kind: str, axis: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The quantised operand [R, C] in `dtype`, for a sum along `axis`, and a scalar factor of the product."""
+    """Return the quantised operand [R, C] in `dtype`, for a sum along `axis`, and a scalar factor of the product."""
     element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
     stochastic = recipe.stochastic and kind == "gradient"
     values_RC, scale = values_RC.float(), None

@@ -39,7 +39,7 @@ class Formats:
 
 
 def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, device: torch.device) -> Formats:
-    """The formats that the options mean on `device`; a mode that it does not support becomes bf16.
+    """Return the formats that the options mean on `device`; a mode that it does not support becomes bf16.
 
     Raises:
         UsageError: the named back end does not support the mode or the recipe.

@@ -29,7 +29,7 @@ class Product(Protocol):
     """A back end's quantised product for one layer."""
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        """`x_ND @ weight_OD^T` in `dtype`, quantised here (unless `high_forward`) and in the backward."""
+        """Compute `x_ND @ weight_OD^T` in `dtype`, quantised here (unless `high_forward`) and in the backward."""
         ...
 
 
@@ -37,11 +37,11 @@ class Backend(Protocol):
     """A source of quantised products."""
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
-        """Why a layer of this shape cannot be quantised, or None."""
+        """Return why a layer of this shape cannot be quantised, or None."""
         ...
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
-        """The product for a layer."""
+        """Return the product for a layer."""
         ...
 
 
@@ -54,19 +54,19 @@ class Emulated:
     """The weight of the only layer, quantised once, where it is constant."""
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
-        """None: every shape can be quantised."""
+        """Return None: every shape can be quantised."""
         return None
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
-        """The product for a layer: the same for all."""
+        """Return the product for a layer: the same for all."""
         return self
 
     def of_constant(self, weight_OD: Tensor) -> Product:
-        """The product for a layer whose weight does not change."""
+        """Return the product for a layer whose weight does not change."""
         return Emulated(self.recipe, hold(weight_OD, self.recipe))
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        """`x_ND @ weight_OD^T` (`emulated.quantized_linear`)."""
+        """Compute `x_ND @ weight_OD^T` (`emulated.quantized_linear`)."""
         return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward, self.held)
 
 
@@ -76,7 +76,7 @@ class _Switchable(nn.Module):
     transposed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., O], in the format of the switch."""
+        """Map x [..., D] to [..., O], in the format of the switch."""
         if self.switch.position == "high":
             return cast(Tensor, super().forward(x))
         layer, kind, high_forward = cast(Any, self), x.device.type, self.switch.position == "high-forward"

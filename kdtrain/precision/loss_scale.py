@@ -35,7 +35,7 @@ class LossScale:
         self.warned_at = WARN_BELOW
 
     def absorbs(self, loss_is_finite: bool) -> bool:
-        """True if a non-finite step is due to the scale, and a smaller scale prevents it."""
+        """Return whether a non-finite step is due to the scale, and a smaller scale prevents it."""
         return self.enabled and loss_is_finite and self.value > LEAST
 
     def update(self, overflowed: bool) -> str | None:
@@ -54,7 +54,7 @@ class LossScale:
         return f"the loss scale of fp16 has fallen to {self.value:g}: gradients overflow; lower --lr, or use bf16"
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its counters."""
+        """Return the scale and its counters."""
         return {"value": self.value, "good": self.good, "warned_at": self.warned_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class Switch:
 
 
 def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str:
-    """The mode that `name` means on `device`: `auto` is bf16 if the device has bf16 products.
+    """Return the mode that `name` means on `device`: `auto` is bf16 if the device has bf16 products.
 
     Else it is fp32, or fp16 on a GPU that trains: the loss scale detects an overflow, which a teacher would not.
     A log line names a format that is emulated.
@@ -58,7 +58,7 @@ def pick_mode(name: str, device: torch.device, *, training: bool = False) -> str
 
 
 def has_bf16(device: torch.device) -> bool:
-    """True if bf16 matrix products run in hardware: AVX512-BF16 or AMX on a CPU, Ampere or newer on a GPU."""
+    """Return whether bf16 matrix products run in hardware: AVX512-BF16 or AMX on a CPU, Ampere or newer on a GPU."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
@@ -69,18 +69,18 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def autocast(mode: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The context in which a forward runs in `mode`."""
+    """Return the context in which a forward runs in `mode`."""
     dtype = head_dtype(mode)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def head_dtype(mode: str) -> torch.dtype | None:
-    """The dtype to which autocast in `mode` rounds the inputs of an output head; None if it rounds nothing."""
+    """Return the dtype to which autocast in `mode` rounds the inputs of an output head; None if it rounds nothing."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
 
 
 def why_not_tf32(device: torch.device) -> str | None:
-    """Why fp32 products on `device` cannot be made in TF32, or None."""
+    """Return why fp32 products on `device` cannot be made in TF32, or None."""
     if device.type != "cuda":
         return "only a GPU multiplies in TF32"
     major, minor = torch.cuda.get_device_capability(device)
@@ -88,12 +88,12 @@ def why_not_tf32(device: torch.device) -> str | None:
 
 
 def compiles_teacher(wanted: bool, device: torch.device) -> bool:
-    """Whether a teacher's layers are compiled: not on a CPU, where a small cache would wait longer than it gains."""
+    """Return whether to compile a teacher's layers: not on a CPU, where a small cache waits longer than it gains."""
     return wanted and device.type == "cuda"
 
 
 def why_not_compile(device: torch.device) -> str | None:
-    """What torch.compile lacks here, or None: on a CPU its compiler needs a C++ compiler and Python.h."""
+    """Return what torch.compile lacks here, or None: on a CPU its compiler needs a C++ compiler and Python.h."""
     if device.type == "cuda":
         return None
     compiler = shutil.which("g++") or shutil.which("clang++")

@@ -25,7 +25,7 @@ _SHARDS = 4
 
 
 class Baselines(NamedTuple):
-    """Losses, nats a token; None where one is unknown."""
+    """The losses to compare a student with, nats a token; None where one is unknown."""
 
     bigram: float | None
     """Of the bigram, on the first validation sequences."""
@@ -53,7 +53,7 @@ class Baselines(NamedTuple):
 
 
 def baselines(train: Source, validation: Source, beside: tuple[str, float] | None) -> Baselines:
-    """Those of a run over these splits. beside: see `Baselines`.
+    """Measure the baselines of a run over these splits. beside: see `Baselines`.
 
     Of a mixture, a text in other tokens or one that is still being answered nothing is measured; what cannot be read is
     unknown.
@@ -66,7 +66,7 @@ def baselines(train: Source, validation: Source, beside: tuple[str, float] | Non
 
 
 def label_loss(reader: CacheReader) -> float | None:
-    """The teacher's cross-entropy on some sequences of a split, nats a token; None: it is not known."""
+    """Return the teacher's cross-entropy on some sequences of a split, nats a token; None if it is unknown."""
     settings, codec = reader.manifest.settings, reader.manifest.codec
     if not (codec.taught and reader.manifest.knows_labels):
         return None
@@ -80,7 +80,7 @@ def label_loss(reader: CacheReader) -> float | None:
 
 
 def bigram_loss(train: CacheReader, validation: CacheReader, most: int = _MOST) -> float | None:
-    """The cross-entropy of a bigram of `train`, of at most so many tokens, on some of `validation`, nats a token.
+    """Return the cross-entropy of a bigram of at most `most` tokens of `train` on some of `validation`, nats a token.
 
     None: no token counts there.
     """
@@ -105,7 +105,7 @@ def bigram_loss(train: CacheReader, validation: CacheReader, most: int = _MOST) 
 
 
 def _rows(reader: CacheReader, tokens: int) -> list[int]:
-    """The first sequences of a few shards, of about so many tokens together: a shard is hashed when it is opened."""
+    """Return the first sequences of a few shards, about so many tokens in all: a shard is hashed when it is opened."""
     shards = reader.manifest.splits[reader.split]["shards"]
     chosen = sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})
     each = max(1, tokens // reader.manifest.settings.seq_len // len(chosen))

@@ -136,7 +136,7 @@ def _load_student(recipe: Recipe) -> SplitModel:
 
 
 def _identity(recipe: Recipe, model: SplitModel, teacher: "OnlineTeacher | None") -> dict[str, Any]:
-    """What checkpoints belong to, as far as the models say it."""
+    """Return what checkpoints belong to, as far as the models determine it."""
     attention = recipe.student.attention
     student: dict[str, Any] = {"name": recipe.student.name, "architecture": architecture(model), "attention": attention}
     student |= {"router_weight": weight} if (weight := router_weight(model.model)) else {}
@@ -168,7 +168,7 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
 
 
 def _student(recipe: Recipe, model: SplitModel, hidden: "HiddenLoss | None") -> Student:
-    """The student and its objective as one module."""
+    """Build the student and its objective as one module."""
     facts, formats, objective = recipe.facts, recipe.formats, recipe.config.objective
     if not facts.document_mask:
         shape = (recipe.micro, facts.seq_len, head_dtype(formats.high), recipe.device)

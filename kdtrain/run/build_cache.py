@@ -86,7 +86,7 @@ def build_cache(
 def begun(
     config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, counts: Counts, here: bool = True
 ) -> tuple[CacheSettings, Rows]:
-    """The settings and the rows of each split of a cache that is begun. here: False for a teacher without weights."""
+    """Return the settings of a cache that begins, and each split's rows. here: False for a teacher without weights."""
     earlier, finished = on_main(lambda: (begun_with(config.out), (config.out / MANIFEST).is_file()))
     if config.text.generate and here:
         with raise_on_all_ranks():
@@ -110,7 +110,7 @@ def begun(
 
 
 def decided(data: DataConfig, folder: Path | None, *checks: Callable[[int, bool], None]) -> DataConfig:
-    """`data` with `--document-mask auto` decided: as the cache in `folder` was begun, else on for conversations.
+    """Return `data` with `--document-mask auto` decided: as the cache in `folder` was begun, else on for conversations.
 
     checks: refuse, as `check_fits`, a mask that a model cannot apply; then it is off.
     """
@@ -132,7 +132,7 @@ def decided(data: DataConfig, folder: Path | None, *checks: Callable[[int, bool]
 def refuse_no_rows(
     folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None]
 ) -> None:
-    """UsageError: a split gives no whole sequence, which is seen before any weights are loaded."""
+    """Raise a UsageError if a split gives no whole sequence, which is seen before any weights are loaded."""
     tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
     data = decided(data, folder)
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=len(tokenizer)), limits)
@@ -141,7 +141,7 @@ def refuse_no_rows(
 
 
 def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str, Any] | None:
-    """`corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with other files.
+    """Return `corpus.stated_text`. UsageError: `folder` is a finished cache of the same source with other files.
 
     packed: it is a run's own text, of which a change is a warning, and nothing else is logged.
     """
@@ -163,7 +163,7 @@ def known_text(folder: Path, data: DataConfig, packed: bool = False) -> dict[str
 
 
 def pin_text(folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
-    """How conversations become rows, as the cache in `folder` was begun, or as of now; empty for plain text.
+    """Return how conversations become rows, as the cache in `folder` was begun, or as of now; empty for plain text.
 
     It is set as `pinned` of a tokenizer, and `data` of the settings holds it for a resume. `packing`: whole, which
     earlier releases did not have. `date`: when the cache was begun, for a chat template that shows it. Where the
@@ -186,7 +186,7 @@ def pin_text(folder: Path | None, data: DataConfig, tokenizer: PreTrainedTokeniz
 
 
 def begun_with(folder: Path) -> dict[str, Any] | None:
-    """The `identity` of the teacher of which `folder` holds shards; None where there are none."""
+    """Return the `identity` of the teacher of the shards that `folder` holds; None where there are none."""
     try:
         if not any((folder / "shards").glob("*.h5")):
             return None
@@ -196,7 +196,7 @@ def begun_with(folder: Path) -> dict[str, Any] | None:
 
 
 def refined_cache(where: str) -> LocalCache:
-    """The cache of --refine. UsageError: its samples cannot be added to."""
+    """Open the cache of --refine. UsageError: its samples cannot be added to."""
     cache = open_cache(where)
     settings, codec = cache.manifest.settings, cache.manifest.codec
     if not codec.counts_only:
@@ -217,7 +217,7 @@ def refined_cache(where: str) -> LocalCache:
 
 
 def refuse_other_teacher(refined: LocalCache, teacher: Teacher, loaded: bool) -> None:
-    """UsageError: the cache of --refine is of another teacher. loaded: False before any weights are."""
+    """Raise a UsageError if the cache of --refine is of another teacher. loaded: False before any weights are."""
     settings = refined.manifest.settings
     there, here = settings.teacher or {}, dict(teacher.identity) if loaded else {}
     if not loaded:
@@ -236,7 +236,7 @@ def refuse_other_teacher(refined: LocalCache, teacher: Teacher, loaded: bool) ->
 def _requested(
     config: CacheTeacherConfig, teacher: Teacher, counts: Counts, identity: dict[str, Any]
 ) -> tuple[CacheSettings, Rows]:
-    """The settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
+    """Return the settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
     given, width, limits = config.codec, teacher.vocab_size, config.splits()
     if not given.dense and given.top_k > width:
         raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {width}; choose less, or --dense")
@@ -259,7 +259,7 @@ def _requested(
 def _prompts(
     config: CacheTeacherConfig, tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...]
 ) -> tuple[dict[str, int | None], Rows]:
-    """What prompts are cut to, and the prompts of each split. ends: the tokens that end a text."""
+    """Return what prompts are cut to, and the prompts of each split. ends: the tokens that end a text."""
     limits, filler = config.splits(), filler_token(tokenizer, ends)
     prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
     rows = {
@@ -286,7 +286,7 @@ def build_prompts(config: CacheTeacherConfig, teacher: Teacher) -> None:
 def validation_rows(
     config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, most: int
 ) -> Iterator[Batch]:
-    """The first rows of the validation split that `build_cache` keeps, in batches."""
+    """Yield the first rows of the validation split that `build_cache` keeps, in batches."""
     if refined is None:
         rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
     else:
@@ -301,7 +301,7 @@ def validation_rows(
 
 
 def _prompt_width(config: CacheTeacherConfig) -> int | None:
-    """Tokens of a prompt; None: the data have prompts of their own. UsageError: both."""
+    """Return the tokens of a prompt; None: the data have prompts of their own. UsageError: both."""
     width = config.text.prompt_tokens
     if not has_prompts(config.data):
         return width or min(DEFAULT_PROMPT, max(1, config.data.seq_len // 2))
@@ -347,7 +347,7 @@ class TextData(DataPlan):
         self.config, self.student, self.teacher = request.config, request.student, request.teacher
 
     def masked(self) -> bool:
-        """As `DataPlan.masked`, where both models can; `prepare` asks them."""
+        """Return whether documents are masked, as `DataPlan.masked`, where both models can; `prepare` asks them."""
         data = self.config.data
         return super().masked() if data.data is None else bool(decided(data, self.config.out / TEXT).document_mask)
 
@@ -383,7 +383,7 @@ class TextData(DataPlan):
 
 
 def _stored(folder: Path) -> CacheSettings:
-    """The settings with which a cache was begun. OSError, ValueError: there are none."""
+    """Read the settings with which a cache was begun. OSError, ValueError: there are none."""
     return CacheSettings.from_json(read_sealed(folder / "settings.json"))
 
 
@@ -416,14 +416,14 @@ def _settings(
 
 
 def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts) -> Rows:
-    """The rows of each split. counts: see `Masks`."""
+    """Return the rows of each split. counts: see `Masks`."""
     sources = text_sources(data, limits)
     masks = {name: Masks(split, data.seq_len, name == next(iter(limits)), counts) for name, split in sources.items()}
     return {name: packed_rows(data, sources[name], tokenizer, limits[name], masks[name]) for name in limits}
 
 
 def text_sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
-    """The splits of the data: a cache calls the requested one train, and adds validation."""
+    """Return the splits of the data: a cache calls the requested one train, and adds validation."""
     sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
     return {name: sources[name] for name in limits}
 

@@ -150,7 +150,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
 def _plan(
     config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None, model: ModelFootprint | None, why: str
 ) -> dict[str, Any]:
-    """What the cache will hold, its disk and its hours; every rank must call it.
+    """Plan what the cache will hold, its disk and its hours; every rank must call it.
 
     A loaded teacher builds two shards of a batch in a hidden folder beside `--out`, which is removed; later batches are
     taken to need the time of the second. why: it is not loaded, and the tables above give the numbers.
@@ -198,7 +198,7 @@ def _plan(
 
 
 def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | None) -> tuple[dict[str, int], str]:
-    """The sequences of each split, and how they are counted: a long text is tokenized in part, and its rest read."""
+    """Count the sequences of each split, and name how: a long text is tokenized in part, and its rest read."""
     if refined is not None:
         return {split: stated["sequences"] for split, stated in refined.manifest.splits.items()}, "exactly"
     data, found, how, read = config.data, dict[str, int](), "exactly", 0
@@ -230,7 +230,10 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
 
 
 def computed_rates(model: ModelFootprint) -> dict[str, float]:
-    """Tokens a second by device, from measured teachers; a token costs a product with each weight but embeddings'."""
+    """Return tokens a second by device, from measured teachers.
+
+    A token costs a product with each weight but embeddings'.
+    """
     weights, found = model.active - (0 if model.tied else model.vocabulary * model.width), dict[str, float]()
     for device, measured in RATES.items():
         sizes, products = zip(*((math.log(size), size * rate) for size, rate in measured), strict=True)
@@ -239,7 +242,7 @@ def computed_rates(model: ModelFootprint) -> dict[str, float]:
 
 
 def computed_bytes(codec: CodecSpec) -> float:
-    """Bytes a token, from measured codecs; those of samples alone grow with the root of their number."""
+    """Return bytes a token, from measured codecs; with samples alone they grow with the root of their number."""
     if not codec.coded:
         return DENSE * codec.vocab_size
     few, many, drawn, both = BYTES[min(BYTES, key=lambda size: abs(math.log(size / codec.vocab_size)))]
@@ -272,7 +275,7 @@ def capturing(
 
 
 def _refuse_moving(config: DistillConfig) -> None:
-    """UsageError: `config.out` holds something else, or a run that would be moved away with the server's answers."""
+    """Raise a UsageError if `config.out` holds something else, or a run that would move with the server's answers."""
     if check_out(config.out) and config.checkpoint.resume == "never" and not restarted(config):
         raise UsageError(
             f"--out {config.out} holds a run, and --resume never would move aside the server's answers with it; name "

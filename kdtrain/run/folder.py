@@ -117,7 +117,7 @@ def claim_folder(config: DistillConfig) -> bool:
 
 
 def restarted(config: DistillConfig) -> bool:
-    """Whether torchrun has restarted this launch, which then resumes its own run; rank 0 decides for all."""
+    """Return whether torchrun has restarted this launch, which then resumes its own run; rank 0 decides for all."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or config.checkpoint.resume == "auto":
         return False
     try:
@@ -128,9 +128,9 @@ def restarted(config: DistillConfig) -> bool:
 
 
 def saved_choices(config: DistillConfig, out: Path) -> tuple[str | None, float | None, float | None]:
-    """The attention, the peak learning rate and the earlier default of alpha that a run keeps which `--resume` finds.
+    """Return the attention, the peak rate and the earlier default of alpha that a run keeps which `--resume` finds.
 
-    The rate is else that of the run whose schedule `--load` continues. None: there is none, or it cannot be read.
+    The rate is else the rate of the run whose schedule `--load` continues. None: there is none, or it cannot be read.
     """
     start = config.checkpoint
     loaded = _saved(start.load, str(start.load)) if start.load and not start.override_opt_param_scheduler else ()
@@ -146,7 +146,7 @@ def saved_choices(config: DistillConfig, out: Path) -> tuple[str | None, float |
 
 
 def _saved(out: Path, resume: str) -> Iterator[dict[str, Any]]:
-    """The states of the checkpoint that `--resume` would take for `out`, and of others of its run, if they are read."""
+    """Yield the states of the checkpoint that `--resume` would take for `out`, and of others of its run, where read."""
     folder = out / "checkpoints"
     with suppress(OSError):  # `holds_run` names what is wrong with the folder
         named = [] if resume in ("auto", "never") else [folder / resume, Path(resume)]
@@ -163,7 +163,7 @@ def launch() -> str | None:
 
 
 def check_out(out: Path) -> bool:
-    """Whether `out` holds a run; refuses what is neither that nor left by an attempt that did not become a run."""
+    """Return whether `out` holds a run; refuse all but what an attempt without a run has left."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a folder")
     if is_run(out):
@@ -205,7 +205,7 @@ def trial_folder(out: Path, check: Callable[[Path], object] = check_out) -> Iter
 
 
 def _later() -> dict[str, Any]:
-    """The deciding options that earlier versions did not have, with their defaults, which checkpoints leave out."""
+    """Return the deciding options that earlier versions lacked, with their defaults, which checkpoints leave out."""
     return {
         each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")
     }
@@ -286,8 +286,10 @@ def _trained(student: dict[str, Any]) -> str:
 
 
 def used(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """Return the options to record, without those of text if the run reads a cache, which has its own, and without
-    those of plugins that have their defaults."""
+    """Return the options to record.
+
+    Options of text are left out if the run reads a cache, which has its own, and a plugin's if all have their defaults.
+    """
     idle = {name for name, each in config.plugins.items() if each == type(each)()}
     idle |= _MAY_LACK if config.cache and config.data.data is None else set()
     return {section: table for section, table in shareable(config).items() if section not in idle}
@@ -324,7 +326,7 @@ def write_description(config: DistillConfig, metadata: dict[str, Any]) -> None:
 
 
 def _is_written(path: Path) -> bool:
-    """Whether `write_description` wrote this config.toml: it has every section but a plugin's, and no comments."""
+    """Return whether `write_description` wrote this config.toml: it has all sections but plugins', and no comments."""
     try:
         tables = typed(read_toml(path), dict[str, dict[str, Any]])
         needed = _SECTIONS - _MAY_LACK - {"lora"}  # earlier versions had no [lora]
@@ -339,7 +341,7 @@ class _Length(TypedDict):
 
 
 def planned_before(config: DistillConfig, sequences: int) -> int | None:
-    """The steps that the run in `config.out` had at its last start, over `sequences`; None where they are unknown."""
+    """Return the steps that the run in `config.out` had at its last start, over `sequences`; None if unknown."""
     with suppress(OSError, ValueError):
         return typed(read_json(config.out / "environment.json", dict[str, Any]).get("steps"), int)
     with suppress(OSError, ValueError):  # of a version that did not write it

@@ -41,7 +41,7 @@ _LOSSES = {
 
 
 def recipe_of(run: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options that make a run, by section, as they may be published: none private, of absolute paths the name."""
+    """Return a run's options, by section, as they may be published: none private, of absolute paths the name."""
     try:
         tables = read_toml(run / "config.toml")
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def recipe_of(run: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def public(value: Any) -> Any:
-    """A value of a run as it may be published: of an absolute path the name, and no sign that steers a terminal."""
+    """Make a value of a run fit to publish: of an absolute path the name, and no sign that steers a terminal."""
     if isinstance(value, list):
         return [public(each) for each in value]
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def card_files(
     loading: Sequence[str] = (),
     more: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
-    """README.md and recipe.toml of an export of a checkpoint with this state.
+    """Return README.md and recipe.toml of an export of a checkpoint with this state.
 
     name: of the folder. weights: their number format, in words. license: of the student; None: not stated. adapter: the
     folder holds adapters alone. loading: lines that load it, if not as a folder for transformers. more: more facts.
@@ -128,17 +128,17 @@ def card_files(
 
 
 def cache_of(run: Path, state: Mapping[str, Any]) -> str:
-    """The digest of the cache that a run read; across tokenizers its state names the view."""
+    """Return the digest of the cache that a run read; across tokenizers its state names the view."""
     return str((viewed_settings(run / "data") or viewed_settings(run / "view") or state)["cache"])
 
 
 def _members(run: Path, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The caches that a run mixed, or the one that it read, with their digests."""
+    """Return the caches that a run mixed, or the one that it read, with their digests."""
     return (state.get("caches") or [{"digest": cache_of(run, state)}])[:_CACHES]
 
 
 def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Manifest]:
-    """Those of the run's caches that are at hand, by digest."""
+    """Return the manifests of the run's caches that are at hand, by digest."""
     wanted, found = [each.get("digest") for each in _members(run, state)], dict[str, Manifest]()
     places = [Path(each) for each in (cache if isinstance(cache, list) else [cache]) if isinstance(each, str)]
     for place in [*places[:_CACHES], run / "data"]:
@@ -151,7 +151,7 @@ def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Man
 
 
 def _member_facts(member: Mapping[str, Any], manifest: Manifest | None, named: Any) -> tuple[Any, dict[str, str]]:
-    """The teacher behind a cache of the run, and the facts of it; `named`: the run's --teacher."""
+    """Return the teacher behind a cache of the run, and the cache's facts; `named`: the run's --teacher."""
     of = f" of {member['name']}" if "name" in member else ""
     known = {} if manifest is None else cache_facts(manifest, public)
     spec = (manifest.settings.teacher or {}).get("spec") if manifest is not None else None
@@ -168,7 +168,7 @@ def _member_facts(member: Mapping[str, Any], manifest: Manifest | None, named: A
 
 
 def _loading(name: str, run: Path, adapter: bool) -> Iterator[str]:
-    """The code that loads the folder."""
+    """Yield the lines of code that load the folder."""
     place = json.dumps(f"path/to/{name}")
     if adapter:
         yield from ("from peft import AutoPeftModelForCausalLM", "")

@@ -50,7 +50,7 @@ def kind_of(path: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `folder` was written by `kdtrain distill`.
+    """Return whether `folder` was written by `kdtrain distill`.
 
     It then has a config.toml and an environment.json, or a valid checkpoint where these are lost or unreadable. A
     config.toml alone does not make a run: it may be the user's own file for `--config`.
@@ -71,7 +71,7 @@ def is_run(folder: Path) -> bool:
 
 
 def is_environment(path: Path) -> bool:
-    """Whether `distill` wrote this environment.json."""
+    """Return whether `distill` wrote this environment.json."""
     try:
         return bool(read_json(path, _Environment))
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def is_environment(path: Path) -> bool:
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. RunError: it was removed meanwhile."""
+    """Return what is wrong with a checkpoint, or None. RunError: it was removed meanwhile."""
     if (damage := problem(checkpoint)) is not None and not checkpoint.exists():
         raise RunError(f"checkpoint {checkpoint}: {damage}")
     return damage
@@ -115,7 +115,7 @@ def read_result(out: Path) -> Result | None:
 
 
 def best_run_beside(out: Path, cache: str, plain: tuple[str, int] | None = None) -> tuple[str, float] | None:
-    """Folder and validation loss of the best run on the same cache beside the run `out`; None without one.
+    """Return folder and validation loss of the best run on the same cache beside the run `out`; None without one.
 
     plain: of runs by cross-entropy alone, and the student's name and the tokens that they must share.
     """
@@ -130,7 +130,7 @@ def best_run_beside(out: Path, cache: str, plain: tuple[str, int] | None = None)
 
 
 def count_warnings(out: Path) -> dict[str, int]:
-    """The number of warnings of each kind, over all starts of the run."""
+    """Count the warnings of each kind, over all starts of the run."""
     with suppress(OSError, ValueError):
         return dict(sorted(Counter(each.event for each in events(out) if each.level == "warning").items()))
     return {}

@@ -31,7 +31,7 @@ _HOMES = {"cache": ["cache"], "spec": ["students", "teachers"], "saved": ["runs"
 
 
 def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
-    """What is wrong with the path `text` of an option; None if nothing is, or if the option names no path.
+    """Return what is wrong with the path `text` of an option; None if nothing is, or if the option names no path.
 
     texts: of every option that is given.
     """
@@ -53,7 +53,7 @@ def problem(option: Option, text: str, texts: Mapping[str, str]) -> str | None:
 
 
 def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
-    """A path that exists and is spelt almost like `text`, or lies in one of `homes` under such a name."""
+    """Find a path that exists and is spelt almost like `text`, or lies in one of `homes` under such a name."""
     if not text:
         return None
     name, found = Path(text).name, [path for path in [_walked(Path(text))] if path is not None]
@@ -63,7 +63,7 @@ def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
 
 
 def _walked(path: Path) -> str | None:
-    """`path` with each part that is not there replaced by the one that is spelt most like it; None where none is."""
+    """Return `path` with each part that is not there replaced by the one spelt most like it; None where none is."""
     found = Path(path.anchor)
     for part in path.parts[bool(path.anchor) :]:
         names = [part] if _exists(found / part) else _close(part, found)
@@ -74,7 +74,7 @@ def _walked(path: Path) -> str | None:
 
 
 def _close(name: str, folder: Path) -> list[str]:
-    """The entry of `folder` that is spelt most like `name`, if any is, also apart from its suffix."""
+    """Return the entry of `folder` that is spelt most like `name`, if any is, also apart from its suffix."""
     stem, near = Path(name).stem, difflib.get_close_matches(name, _names(folder), 3)
     return [each for each in near if difflib.SequenceMatcher(None, Path(each).stem, stem).ratio() > 0.6][:1]
 
@@ -88,7 +88,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _exists(text: str | Path) -> bool:
-    """Whether something has this path; True where that cannot be seen."""
+    """Return whether something has this path; True where that cannot be seen."""
     try:
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +132,7 @@ def _text(text: str, texts: Mapping[str, str]) -> str | None:
 
 
 def _column(text: str, texts: Mapping[str, str]) -> str | None:
-    """What is wrong with the column that is to be read from rows; None where that cannot be seen at their beginning."""
+    """Return what is wrong with the column to read from rows; None where that cannot be seen at their beginning."""
     messages, chosen = texts.get("messages_column"), texts.get("text_column", "text")
     option, column = ("text_column", chosen) if messages is None else ("messages_column", messages)
     how = {"format": texts.get("format", "auto"), "text": chosen}

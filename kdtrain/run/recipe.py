@@ -60,7 +60,7 @@ PARTS = ("cache", "student", "teacher")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that a run is before anything is built."""
+    """The resolved options and opened data of a run, before its student is built."""
 
     given: DistillConfig
     """The options as given, with `--resume auto` where torchrun has restarted the run."""
@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def facts(self) -> Facts:
-        """Those of the data."""
+        """The facts of the data."""
         return self.sources["train"].facts
 
     @property
@@ -112,13 +112,13 @@ class Recipe:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint belongs to, as far as it is known before the models are loaded."""
+        """The run that a checkpoint belongs to, as far as it is known before the models are loaded."""
         mixture = {"caches": self.members} if self.members else {}
         return {"cache": self.facts.identity, "options": deciding(self.config), **mixture}
 
     @property
     def members(self) -> list[dict[str, Any]]:
-        """What a run that mixes several caches reads: a table for people, empty with one."""
+        """The caches that a run mixes, as a table for people; empty with one cache."""
         return [
             {
                 "name": name,
@@ -306,7 +306,7 @@ def _open_teacher(
 def _refuse_other_tokenizer(
     config: DistillConfig, student: ModelSpec, teacher: "OnlineTeacher | None", facts: Facts | None
 ) -> None:
-    """Refuse a student whose tokenizer is not that of the data, or of the teacher of text that is not packed yet."""
+    """Refuse a student with another tokenizer than the data have, or the teacher of text that is not packed yet."""
     theirs = None
     if facts is not None:
         theirs = facts.tokenizer_digest
@@ -333,7 +333,7 @@ def _refuse_with_tensor_ranks(
 def _rate(
     config: DistillConfig, student: ModelSpec, vocab_size: int | None, earlier: float | None
 ) -> tuple[float, str | None]:
-    """Return the peak learning rate, and where that of `--lr auto` is from; earlier: that of a resumed run."""
+    """Return the peak learning rate, and where `--lr auto` took it from; earlier: the rate of a resumed run."""
     if config.optimizer.lr != "auto":
         return config.optimizer.peak_lr, None
     if earlier is not None:
@@ -395,7 +395,7 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
 
 def student_spec(config: DistillConfig) -> ModelSpec:
-    """The spec of the student, with its adapters, and the weights of a model folder where `--load` names one.
+    """Return the spec of the student, with its adapters, and a model folder's weights where `--load` names one.
 
     UsageError: it cannot be read, or the options do not fit it.
     """
@@ -428,7 +428,7 @@ def _look(config: DistillConfig) -> None:
 
 
 def table_rate(config: DistillConfig, student: ModelSpec, vocab_size: int | None) -> tuple[float, str]:
-    """The rate of `config.rates` for a run of `config`, and what it trains; vocab_size: of the data, if it is known."""
+    """Return the rate of `config.rates` for a run of `config`, and what it trains; vocab_size: the data's, if known."""
     begun = student.init != "scratch" or config.checkpoint.load is not None
     kind: Kind = "pretrained" if begun else "fresh"
     if student.lora is not None:
@@ -438,7 +438,7 @@ def table_rate(config: DistillConfig, student: ModelSpec, vocab_size: int | None
 
 
 def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
-    """The adapters that options, spec and `--load` agree on. Refuses what cannot be, and a missing `peft`."""
+    """Return the adapters that options, spec and `--load` agree on; refuse what cannot be, and a missing `peft`."""
     start = config.checkpoint.load
     if start is None or not is_adapter(start):
         lora = config.lora.over(student.lora)
@@ -459,7 +459,7 @@ def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
 
 
 def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats, device: torch.device) -> ModelSpec:
-    """The student's spec with the format of its frozen weights. Refuses what that cannot be combined with."""
+    """Return the student's spec with the format of its frozen weights; refuse what that cannot be combined with."""
     spec = with_weights(spec, config.base_weights, "--base-weights", config.parallel.parallel)
     if (kind := spec.weights) is None:
         return spec
@@ -480,7 +480,7 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
 
 
 def _micro_batch(config: DistillConfig, ranks: int, job: Job | None, free: float | None) -> int:
-    """The sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
+    """Return the sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
     batch, micro = config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and ranks % size:
         raise UsageError(f"--shard-size {size} does not divide {ranks} ranks; choose one that does")

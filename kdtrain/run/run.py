@@ -83,7 +83,7 @@ class Run:
 
     @property
     def mode(self) -> str:
-        """The number format that it trains in."""
+        """The number format in which the run trains."""
         return self.trainer.student.quantized or self.trainer.student.mode
 
     @property
@@ -163,7 +163,7 @@ class Run:
         return path
 
     def _find(self, wanted: str) -> str | None:
-        """The checkpoint to resume from; None where `auto` finds none, or `latest` not even a damaged one."""
+        """Find the checkpoint to resume from; None where `auto` finds none, or `latest` not even a damaged one."""
         store = self.trainer.store
         if not store.may_begin(wanted):
             return str(store.choose(wanted))
@@ -242,7 +242,7 @@ class Run:
         return path
 
     def new_length(self) -> str | None:
-        """What changes because the run has another length than at its last start; None where nothing does."""
+        """Describe what changes because the run has another length than at its last start; None where nothing does."""
         progress, options, now = self.trainer.state.progress, self.recipe.config.optimizer, self.recipe.total
         planned = planned_before(self.recipe.config, len(self.trainer.stepper.source))
         step, factor = progress.step, progress.lr_factor
@@ -257,7 +257,7 @@ class Run:
         )
 
     def same(self, saved: dict[str, Any]) -> set[str]:
-        """Options that need no comparison: another spelling of the same thing, and bounds that another cache sets."""
+        """Return the options that need no comparison: of the same meaning, and bounds that another cache sets."""
         same = {part for part in PARTS if saved[part] == self.identity[part]}
         same |= {"cache_weights"} if "cache" in same else set()
         given = vars(self.recipe.given.objective)
@@ -434,7 +434,7 @@ class Run:
         return {"merged_validation_loss": merged}
 
     def _merged_loss(self, student: SplitModel) -> float | None:
-        """The validation loss of a student with its whole weights; None if it is not measured here.
+        """Measure the validation loss of a student with its whole weights; None if it is not measured here.
 
         That needs another model on the device, and several ranks would have to share it.
         """
@@ -530,7 +530,7 @@ class Run:
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:
-        """When an error ends the run, write it into its logs and result.json, and print that with `--json`.
+        """Write an error that ends the run into its logs and result.json, and print that with `--json`.
 
         Turns an OSError into a RunError.
         """

@@ -21,19 +21,19 @@ from kdtrain.training.state import load_saved
 
 
 def merged_line(kind: str, loss: float | None, merged: float | None, out: str) -> str:
-    """Both validation losses of adapters that were trained beside packed weights; None: not measured."""
+    """Describe both validation losses of adapters that were trained beside packed weights; None: not measured."""
     trained = "not measured at this step" if loss is None else f"{loss:.4f}"
     other = f"measure that with kdtrain evaluate --student {out} --cache ..." if merged is None else f"{merged:.4f}"
     return f"validation loss beside the {kind} weights {trained}; merged into the whole ones, another model: {other}"
 
 
 def written_parameters(student: SplitModel, adapter: bool = False) -> int:
-    """The parameters of an export: of adapters alone, or of the model to whose weights they are added."""
+    """Count the parameters of an export: of adapters alone, or of the model to whose weights they are added."""
     return sum(each.numel() for each in student.parameters() if student.lora is None or each.requires_grad == adapter)
 
 
 def origin_of(run: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the student of a state of a run comes from, for the exported folder: of a mixture each cache."""
+    """Return where the student of a run's state comes from, for the exported folder: of a mixture each cache."""
     members = [{key: public(value) for key, value in each.items()} for each in state.get("caches", ())]
     return {"cache": cache_of(run, state), "step": state["progress"]["step"]} | ({"caches": members} if members else {})
 
@@ -53,7 +53,7 @@ class OpenedStudent(NamedTuple):
 
 
 def tokenizer_place(name: str, kind: Kind = "students") -> Path | str | None:
-    """The place of the tokenizer of a student that is not loaded, as `open_student` names it; None: it has none."""
+    """Return where the tokenizer of a student that is not loaded lies, as `open_student` names it; None without one."""
     path, ships = Path(name), name in shipped(kind)
     if not ships and (is_run(path) or is_checkpoint(path.resolve())):
         return tokenizer_of_run(path if is_run(path) else run_of(path))
@@ -136,7 +136,7 @@ def student_at(path: Path, device: torch.device, base: ModelSpec | None = None) 
 
 
 def base_spec(state: Mapping[str, Any], base: ModelSpec | None) -> ModelSpec:
-    """The spec of the weights that a run did not train: `base`, or the one that the run names, of which no code runs.
+    """Return the spec of the weights that a run did not train: `base`, or the run's own, of which no code runs.
 
     A run may have been downloaded, and a spec with it.
     """
@@ -157,7 +157,7 @@ def base_spec(state: Mapping[str, Any], base: ModelSpec | None) -> ModelSpec:
 
 
 def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: ModelSpec | None) -> SplitModel:
-    """A student whose checkpoint holds only what was trained, with the rest as it was when the run began.
+    """Build a student whose checkpoint holds only what was trained, with the rest as it was when the run began.
 
     UsageError: the rest is not there, or has changed.
     """
@@ -215,5 +215,5 @@ def checkpoint_of(run: Path, wanted: str) -> Path:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint belongs to."""
+    """Return the folder of the run that a checkpoint belongs to."""
     return checkpoint.resolve().parent.parent

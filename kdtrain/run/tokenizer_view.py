@@ -32,7 +32,7 @@ class AlignedData(TextData):
         self.facts, self.view = facts, self.config.out / (TEXT if self.config.cache else VIEWS)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        """As `DataPlan.prepare`. UsageError, RunError: as `build_view`; cells disagree with the text too often."""
+        """Prepare as `DataPlan` does. UsageError, RunError: as `build_view`; cells disagree with the text too often."""
         text = None if self.teacher is None else super().prepare(resumed)
         on_main(lambda: self._align(resumed))
         with raise_on_all_ranks():
@@ -56,13 +56,13 @@ class AlignedData(TextData):
             log.info("%s", line)
 
     def _cache(self) -> LocalCache:
-        """The cache, or with an online teacher its own tokens of the text."""
+        """Open the cache, or with an online teacher its own tokens of the text."""
         return open_cache(self.config.cache[0]) if self.config.cache else LocalCache(self.config.out / TEXT)
 
 
 @register_plan("aligned")
 def aligned_data(request: PlanRequest) -> DataPlan:
-    """The plan of a run across tokenizers; with one tokenizer that of the other options.
+    """Make the plan of a run across tokenizers; with one tokenizer, the plan of the other options.
 
     UsageError: the cache has no teacher's numbers, or `differ`.
     """
@@ -89,7 +89,7 @@ def aligned_data(request: PlanRequest) -> DataPlan:
 
 
 def entries(name: str, tokenizer: Any, rows: int | None) -> int:
-    """Those of a student's tokenizer. UsageError: its model has fewer `rows`; None: it takes as many as are needed."""
+    """Return the largest id of a student's tokenizer + 1. UsageError: its model has fewer `rows`; None: no limit."""
     size = 1 + int(max(tokenizer.get_vocab().values()))  # ids may have gaps
     if rows is not None and size > rows:
         raise UsageError(f"{name} has a tokenizer of {size} entries, and its model {rows}; name the model's own")
@@ -97,7 +97,7 @@ def entries(name: str, tokenizer: Any, rows: int | None) -> int:
 
 
 def differ(config: DistillConfig | EvaluateConfig, own: str | None, theirs: str | None) -> bool:
-    """Whether the digests of the tokenizers of student and teacher differ; a student without one has the teacher's.
+    """Return whether student and teacher have different tokenizers, by digest; a student without one has the teacher's.
 
     UsageError: they do not, and special tokens are matched.
     """

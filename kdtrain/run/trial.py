@@ -148,7 +148,7 @@ def main(config: DistillConfig) -> int:
 
 
 def _begins(config: DistillConfig, run: Run) -> str:
-    """Where the run would start, given the present contents of its folder."""
+    """Describe where the run would start, given the present contents of its folder."""
     if config.checkpoint.resume == "never" or not is_run(config.out):
         return "from the beginning" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
     store = Store(config.out / "checkpoints")
@@ -249,7 +249,7 @@ def _estimates(run: Run, out: Path) -> dict[str, Any]:
 
 
 def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> float:
-    """GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
+    """Return the GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
     world, plan = world_size(), recipe.plan
     if plan.student != "fsdp":
         return parallelize.ddp([each.shape for each in student.parameters() if each.requires_grad]).sent(1, world) / 1e9
@@ -281,7 +281,7 @@ def _schedule(total: int, options: OptimizerConfig, auto: str | None) -> str:
 
 
 def _validation_seconds(trainer: Trainer) -> float:
-    """Seconds of a whole validation, extrapolated from one forward on each rank."""
+    """Estimate the seconds of a whole validation from one forward on each rank."""
     student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
     sizes = [len(each.place) for each in source.facts.members.values()] or [len(source)]
     batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)

@@ -56,7 +56,7 @@ class LocalTeacher(OnlineTeacher):
 
     @classmethod
     def of(cls, model: SplitModel, mode: str = "fp32") -> "LocalTeacher":
-        """The teacher of a model that is loaded already, in evaluation mode."""
+        """Make the teacher of a model that is loaded already, in evaluation mode."""
         name = type(model.model).__name__
         teacher = cls(ModelSpec(name=name, source=name), model.model.device, mode)
         teacher._use(model)
@@ -91,7 +91,7 @@ class LocalTeacher(OnlineTeacher):
         return self.model.vocab_size if hasattr(self, "model") else vocabulary(self.spec)
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
-        """The model's, from its configuration alone."""
+        """Measure the model's footprint, from its configuration alone."""
         self._refuse_weights()
         how = {"seq_len": seq_len, "mode": self.mode, "on_gpu": self.device.type == "cuda"}
         return footprint_of(self.spec, vocab_size=None, trained=False, **how)
@@ -115,8 +115,9 @@ class LocalTeacher(OnlineTeacher):
         self.head = dataclasses.replace(head, weight=weight, bias=None if bias is None else bias.float())
 
     def pack(self, rows: Iterable[Batch], *, document_mask: bool = False) -> None:
-        """Pack the weights once. The loss with the whole ones is measured on the device if they fit there, else on a
-        CPU, on fewer rows.
+        """Pack the weights once.
+
+        The loss with the whole weights is measured on the device if they fit there, else on a CPU, on fewer rows.
         """
         if (kind := self.spec.weights) is None or is_packed(self.model):
             return
@@ -138,7 +139,7 @@ class LocalTeacher(OnlineTeacher):
             )
 
     def _loss(self, rows: Iterable[Batch], document_mask: bool) -> float:
-        """Cross-entropy of the text, nats a token."""
+        """Return the cross-entropy of the text, nats a token."""
         total, tokens = 0.0, 0
         for batch in rows:
             logits_BTV = self.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)
@@ -164,7 +165,7 @@ class LocalTeacher(OnlineTeacher):
     def hidden_states(
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """The input of `head`, [B, T, D], and outputs [B, T, D] of `layers`, without gradients.
+        """Return the input of `head`, [B, T, D], and outputs [B, T, D] of `layers`, without gradients.
 
         In fp32, or on a GPU in the 16-bit dtype of the head if the backbone returns that.
         """
@@ -180,13 +181,13 @@ class LocalTeacher(OnlineTeacher):
         return hidden_BTD if hidden_BTD.dtype == dtype else hidden_BTD.float()
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-        """Logits [B, T, V] in fp32."""
+        """Return logits [B, T, V] in fp32."""
         hidden_BTD, _ = self.hidden_states(tokens_BT, segments_BT)
         with torch.no_grad():
             return hidden_BTD if self.head.weight is None else self.head.shape(self._product(hidden_BTD))
 
     def _product(self, hidden_BTD: Tensor) -> Tensor:
-        """The product with the weight of `head`, bias included, in fp32."""
+        """Return the product with the weight of `head`, bias included, in fp32."""
         weight, bias = self.head.weight, self.head.bias
         assert weight is not None
         if weight.dtype == torch.float32:
@@ -207,13 +208,13 @@ class LocalTeacher(OnlineTeacher):
         refuse_other_logits(self._generate, lambda tokens_BT: self.logits(tokens_BT, None), self.name, self.vocab_size)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """A forward for each batch, or what it writes into it."""
+        """Return answers from a forward for each batch, or from the text that the teacher writes into it."""
         if self.writing is None:
             return super().answers(settings)
         return WrittenAnswers(self._generate, self.writing, settings, self.logits)
 
     def _generate(self, prompts_BW: Tensor, *, positions: int, attention_mask: Tensor, **options: Any) -> None:
-        """`generate` of the model with none of its own settings, and logits as `logits` rounds them."""
+        """Call the model's `generate` with none of its own settings, and logits as `logits` rounds them."""
         model: Any = self.model.model
         own = model.generation_config
 
@@ -244,7 +245,7 @@ class LocalTeacher(OnlineTeacher):
     def targets(
         self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()
     ) -> Batch:
-        """`batch` with the hidden states from which the loss makes the logits."""
+        """Return `batch` with the hidden states from which the loss makes the logits."""
         segments_BT = batch.segments if document_mask else None
         hidden_BTD, states = self.hidden_states(batch.tokens[:, :-1], segments_BT, layers)
         labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
@@ -254,7 +255,7 @@ class LocalTeacher(OnlineTeacher):
         )
 
     def layer_widths(self) -> list[int]:
-        """D of the embedding and of each layer, found by a probe. UsageError: the model does not return them."""
+        """Return D of the embedding and of each layer, found by a probe. UsageError: the model does not return them."""
         return layer_widths(self.model)
 
 
@@ -270,19 +271,19 @@ class SelfTeacher(LocalTeacher):
 
     @property
     def digest(self) -> str:
-        """Of the frozen weights."""
+        """The digest of the frozen weights."""
         return self._digest
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
-        """Its forward alone: the weights are the student's."""
+        """Measure the teacher's forward alone: the weights are the student's."""
         found = super().footprint(seq_len)
         return found and dataclasses.replace(found, parameters=0, in_layers=0, weight_bytes=4)
 
     def load(self, sharded: bool = False) -> None:
-        """Nothing: `meet` brings the weights."""
+        """Do nothing: `meet` brings the weights."""
 
     def check(self, seq_len: int, document_mask: bool) -> None:
-        """Nothing: the student is checked."""
+        """Do nothing: the student is checked."""
 
     def meet(self, student: SplitModel) -> None:
         """Use the student's backbone and, before it is sharded, its output head."""
@@ -292,12 +293,12 @@ class SelfTeacher(LocalTeacher):
         self._use(student)
 
     def prepare(self, *, mesh: Any = None, compile: bool = False) -> None:
-        """Nothing: the student is sharded and compiled; without its adapters it runs as it is."""
+        """Do nothing: the student is sharded and compiled; without its adapters it runs as it is."""
 
     def hidden_states(
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """As a local teacher's; the student's mode does not change."""
+        """Return what a local teacher returns; the student's mode does not change."""
         training = [each for each in self.model.modules() if each.training]
         self.model.eval()
         try:

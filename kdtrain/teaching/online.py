@@ -28,7 +28,7 @@ class OnlineTeacher(teacher.Teacher):
     """True if a forward needs all ranks."""
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
-        """By default that of its logits alone, [B, T, V] in fp32, once while they are made and once as targets."""
+        """Return by default the memory of the logits alone, [B, T, V] in fp32, once while made and once as targets."""
         size = self.vocab_size
         sizes: dict[str, Any] = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
         return ModelFootprint(name=self.name, tied=False, kept=4.0 * size, **sizes)
@@ -37,7 +37,7 @@ class OnlineTeacher(teacher.Teacher):
         """Take from the student what the teacher shares with it; called once, when the student is loaded and whole."""
 
     def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-        """Logits [B, T, V] of the next token, in fp32 on any device, without gradients.
+        """Return logits [B, T, V] of the next token, in fp32 on any device, without gradients.
 
         tokens_BT: int64, on any device. segments_BT: number of the document of each position; None: no document mask.
         """
@@ -46,7 +46,7 @@ class OnlineTeacher(teacher.Teacher):
     def targets(
         self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()
     ) -> Batch:
-        """`batch` with its targets over the first `vocab_size` entries, and the states of `layers`; no gradients.
+        """Return `batch` with targets over the first `vocab_size` entries, and the states of `layers`; no gradients.
 
         layers: see `layer_widths`.
         """
@@ -58,16 +58,19 @@ class OnlineTeacher(teacher.Teacher):
         return dataclasses.replace(batch, targets=DenseTargets.from_logits(logits_NV, labels_N, vocab_size))
 
     def layer_widths(self) -> list[int]:
-        """D of the embedding and of each layer, for the hidden-state loss. UsageError: it gives no hidden states."""
+        """Return D of the embedding and of each layer, for the hidden-state loss.
+
+        UsageError: the teacher gives no hidden states.
+        """
         raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """A forward for each batch."""
+        """Return answers from a forward for each batch."""
         return LogitAnswers(self.logits, settings, self.sharded)
 
 
 def open_online_teacher(spec: ModelSpec, device: torch.device, mode: str) -> OnlineTeacher:
-    """As `open_teacher`. UsageError: it cannot teach a run."""
+    """Open a teacher as `open_teacher` does. UsageError: it cannot teach a run."""
     found = teacher.open_teacher(spec, device, mode)
     if not isinstance(found, OnlineTeacher):
         raise UsageError(f"the teacher {found} gives a top-k only; make a cache with cache-teacher, and give --cache")

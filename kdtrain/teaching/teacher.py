@@ -35,7 +35,7 @@ MEASURED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Writing:
-    """How a teacher continues prompts."""
+    """The settings by which a teacher continues prompts."""
 
     temperature: float
     """Divides the logits; 0 takes the most likely token."""
@@ -49,7 +49,7 @@ class Writing:
     """The student that writes in place of the teacher: spec, weights_digest, step, round and attempt."""
 
     def to_json(self) -> Mapping[str, Any]:
-        """A plain record, for a cache's settings."""
+        """Return a plain record, for a cache's settings."""
         record = {**asdict(self), "end_tokens": list(self.end_tokens)}
         return {name: value for name, value in record.items() if name != "policy" or value is not None}
 
@@ -76,31 +76,31 @@ class Teacher:
 
     @property
     def name(self) -> str:
-        """Its name in logs and tables."""
+        """The teacher's name in logs and tables."""
         return self.spec.name
 
     @property
     def vocab_size(self) -> int:
-        """Columns of its logits, padding included."""
+        """The columns of the teacher's logits, padding included."""
         raise NotImplementedError
 
     @property
     def digest(self) -> str:
-        """Digest of its weights, once it is loaded: another digest is another teacher."""
+        """The digest of the teacher's weights, once they are loaded: another digest is another teacher."""
         raise NotImplementedError
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Who it is, for a cache's manifest, in values that JSON holds; a resumed build must give the same."""
+        """The teacher's identity for a cache's manifest, in values of JSON; a resumed build must give it again."""
         return {"spec": self.name, "kind": self.spec.kind, "options": self.spec.options, "weights_digest": self.digest}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of its spec."""
+        """The tokenizer of the teacher's spec."""
         return load_tokenizer(self.spec)
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
-        """Its memory in a forward of sequences of `seq_len`, before it is loaded; None if there is no estimate."""
+        """Estimate the memory of a forward of sequences of `seq_len`, before loading; None if there is no estimate."""
         return None
 
     def load(self, sharded: bool = False) -> None:
@@ -118,7 +118,7 @@ class Teacher:
             raise UsageError(f"a teacher of kind {self.spec.kind} is not sharded; leave --teacher-parallel out")
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
-        """Called before a cache is made, on every rank; `identity` is read after it, and may be the earlier one.
+        """Prepare for a cache to make, on every rank; `identity` is read after it, and may be the earlier one.
 
         earlier: the `identity` with which the cache was begun; None: it is a new one. finished: it is whole.
 
@@ -130,7 +130,7 @@ class Teacher:
         raise UsageError(f"a teacher of kind {self.spec.kind} writes no text; leave --generate out")
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """What fills the shards of a cache with these settings."""
+        """Return the `ShardAnswers` that fill the shards of a cache with these settings."""
         raise NotImplementedError
 
 
@@ -138,7 +138,7 @@ Kind = TypeVar("Kind", bound=Callable[[ModelSpec, torch.device, str], Teacher])
 
 
 def register_teacher(name: str, *, help: str = "") -> Callable[[Kind], Kind]:
-    """Decorator: make a subclass of `Teacher` the one of specs with `kind = NAME`.
+    """Return a decorator that makes a subclass of `Teacher` the teacher of specs with `kind = NAME`.
 
     help: a line about it; by default the first line of the docstring.
     """
@@ -146,6 +146,6 @@ def register_teacher(name: str, *, help: str = "") -> Callable[[Kind], Kind]:
 
 
 def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> Teacher:
-    """The teacher of a spec, not loaded yet. UsageError: no such kind, or the kind refuses the spec."""
+    """Open the teacher of a spec, not loaded yet. UsageError: no such kind, or the kind refuses the spec."""
     teacher: Teacher = TEACHERS.get(spec.kind)(spec, device, mode)
     return teacher

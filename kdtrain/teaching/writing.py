@@ -53,7 +53,7 @@ Take = Callable[[np.ndarray, np.ndarray, np.ndarray, Tensor], None]
 
 
 class _Draws(LogitsProcessor):
-    """Draws a token for each row, which is all that its scores leave, and hands on the logits in blocks."""
+    """A processor of logits that leaves each row one drawn token in its scores, and passes the logits on in blocks."""
 
     def __init__(self, rows: ShardRows, how: Writing, take: Take) -> None:
         self.tokens_BT1, self.mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
@@ -65,7 +65,7 @@ class _Draws(LogitsProcessor):
         self._chance_BT = np.stack([uniforms("text", how.seed, rows.split, row, length) for row in which]) / 2**32
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, V] of a step -> 0 at the token drawn, else -inf."""
+        """Draw a token from the scores [B, V] of a step; return 0 at the token drawn, else -inf."""
         place_B = self._first_B + self._step
         inside_B = place_B.clip(max=self._chance_BT.shape[1] - 1)
         chance_B = torch.from_numpy(self._chance_BT[np.arange(len(scores)), inside_B])
@@ -85,7 +85,7 @@ class _Draws(LogitsProcessor):
 
 
 def continued(generate: Generate, rows: ShardRows, how: Writing, take: Take) -> ShardRows:
-    """Rows with what was written, their `loss_mask` true at the labels written; rows: see `packing.prompt_rows`.
+    """Continue prompts; return rows with the text, their `loss_mask` true at its labels. rows: `packing.prompt_rows`.
 
     take: gets the logits of the steps.
     """
@@ -122,7 +122,7 @@ class WrittenAnswers(ShardAnswers):
         self._first = True
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """As `ShardAnswers.rows`; where nothing was written the label is certain."""
+        """Return rows as `ShardAnswers.rows`; where nothing was written the label is certain."""
         started, kept = time.monotonic(), _Kept(rows, self._settings)
         found = continued(self._generate, rows, self._how, kept.take)
         kept.take_certain(found)
@@ -133,7 +133,7 @@ class WrittenAnswers(ShardAnswers):
 
 
 class _Kept:
-    """What is kept of a batch, encoded a block of positions after the other."""
+    """The encoded answers of a batch, a block of positions after the other."""
 
     def __init__(self, rows: ShardRows, settings: CacheSettings) -> None:
         self._spec, self._shape = settings.codec, rows.loss_mask.shape
@@ -144,7 +144,7 @@ class _Kept:
         self._points_BTD = np.stack([draw_points(*each, number, offset) for each in place]) if number else None
 
     def take(self, rows: np.ndarray, places: np.ndarray, labels: np.ndarray, logits_NV: Tensor) -> None:
-        """As `Take`."""
+        """Encode the logits of some positions, as `Take`."""
         self._device = logits_NV.device
         broken_N = ~logits_NV.amax(-1).isfinite()
         self.arrays["broken"][rows[broken_N.cpu().numpy()]] = True
@@ -179,7 +179,7 @@ def log_first_texts(rows: ShardRows, settings: CacheSettings, seconds: float | N
 
 
 def refuse_other_logits(generate: Generate, score: Callable[[Tensor], Tensor], name: str, vocab_size: int) -> None:
-    """UsageError: the steps of a model give other logits than a forward over the same tokens.
+    """Raise a UsageError if the steps of a model give other logits than a forward over the same tokens.
 
     Of padded prompts, and of prompts of one length, which take another way. Not seen: windows longer than these rows.
 

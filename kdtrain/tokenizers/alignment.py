@@ -30,7 +30,7 @@ class Aligned:
 
 
 class Alignment:
-    """What the tokens of two tokenizers have in common: bytes, boundaries, and cells of the two vocabularies.
+    """The relation of two tokenizers: bytes, boundaries in a text, and cells of the two vocabularies.
 
     A common boundary is a place of a text where a token of both begins. Cells are groups of tokens of either vocabulary
     that stand for the same bytes, so that the masses that both models give to a cell at a common boundary compare: a
@@ -78,7 +78,7 @@ class Alignment:
 
     @functools.cached_property
     def spelling(self) -> Spelling:
-        """Each of the teacher's tokens in the student's."""
+        """The spelling of each of the teacher's tokens in the student's."""
         return Spelling.of(self.teacher, self.student, self._student.cut)
 
     @functools.cached_property
@@ -88,11 +88,11 @@ class Alignment:
         return prefix_cells(self.teacher, self.student, self.spelling.firsts(), events)
 
     def merged(self, teacher_M: _Array, student_M: _Array) -> Cells:
-        """The cells with those joined that conflict where both have these tokens of the same text."""
+        """Return the cells, joined where they conflict at these tokens of the same text in both tokenizers."""
         return merge(self.cells, teacher_M, student_M)
 
     def align(self, tokens: Any) -> Aligned:
-        """The same text in the student's tokens; `tokens` [N] are the teacher's, of one or several documents.
+        """Return the same text in the student's tokens; `tokens` [N] are the teacher's, of one or several documents.
 
         UsageError: one of them is not in its tokenizer, or is a special token without partner; or the student's
         tokenizer rewrites the text.
@@ -116,5 +116,5 @@ class Alignment:
         return Aligned(tokens, np.where(prefix == 0, source, -1))
 
     def transcoder(self) -> Transcoder:
-        """Encodes streams of the teacher's tokens in the student's."""
+        """Return a transcoder, which encodes streams of the teacher's tokens in the student's."""
         return Transcoder(self._teacher, self._student, self.table, self.spelling)

@@ -53,7 +53,9 @@ class Cells:
 
 
 def prefix_cells(teacher: TokenBytes, student: TokenBytes, firsts: _Array, events: _Array) -> Cells:
-    """The cells of two vocabularies; of equal ones tokens without text, and duplicates, have cells of their own too.
+    """Return the cells of two vocabularies.
+
+    In equal vocabularies tokens without text, and duplicates, have cells of their own too.
 
     firsts: int64 [V] the student's first token of each of the teacher's (`Spelling.firsts`). events: int64 [V] the
     student's token for a special token of the teacher; below 0: none.
@@ -79,7 +81,7 @@ def prefix_cells(teacher: TokenBytes, student: TokenBytes, firsts: _Array, event
 
 
 def _longest_prefixes(places: Mapping[bytes, int], texts: Sequence[bytes]) -> _Array:
-    """int64 [S] the place of the longest key that begins each text; -1 for an empty text. Each has a key.
+    """Return the place of the longest key that begins each text, int64 [S]; -1 for an empty text. Each has a key.
 
     In the order of bytes a text stands behind its prefixes, and between it and them are texts that they begin: so one
     pass with a stack takes time in proportion to the bytes, however long a stranger's tokens are.
@@ -120,7 +122,10 @@ def merge(cells: Cells, teacher_M: _Array, student_M: _Array) -> Cells:
 
 
 def _numbered(of_teacher: _Array, of_student: _Array) -> Cells:
-    """The cells by the least student token of each, from 0; -1: none. Cells without a student's token are dropped."""
+    """Return the cells numbered by the least student token of each, from 0; -1: none.
+
+    Cells without a student's token are dropped.
+    """
     used, first = np.unique(of_student[of_student >= 0], return_index=True)
     order = np.argsort(first)
     most = max(of_student.max(initial=-1), of_teacher.max(initial=-1))

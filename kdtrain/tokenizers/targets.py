@@ -51,22 +51,22 @@ class AlignedTargets(Targets):
 
     @property
     def label_logprob(self) -> Tensor:  # type: ignore[override]
-        """See `near`."""
+        """The teacher's log p of labels, as `near` has it."""
         return self.near.label_logprob
 
     @property
     def top_k(self) -> int:  # type: ignore[override]
-        """Of the cells."""
+        """The top-k of the targets over cells."""
         return self.near.top_k
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """Of the cells."""
+        """The number of samples of the targets over cells."""
         return self.near.num_samples
 
     @property
     def known_at_one(self) -> bool:  # type: ignore[override]
-        """As the cells."""
+        """Whether every requested beta is 1."""
         return self.near.known_at_one
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class AlignedTargets(Targets):
         return replace(self, near=self.near.map(change), **own)
 
     def fields(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Those of the targets over cells, with partial [B,T,K] from a top-k, compared and teacher_bytes [B,T]."""
+        """Return the fields of the cells' targets, with partial [B,T,K] of a top-k, compared, teacher_bytes [B,T]."""
         near = {name: each for name, each in self.near.fields(shape).items() if name not in ("knots", "num_samples")}
         return near | super().fields(shape)
 
@@ -115,7 +115,10 @@ class AlignedTargets(Targets):
         return replace(events, weight=weight_RE.masked_fill(~self.compared[:, None], 0.0))
 
     def measured(self, measure: Measure, tail: str, statistics: Statistics, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of other targets; the term has the label's cross-entropy of what the teacher does not predict too."""
+        """Return `measure` of the events, and in the term also the cross-entropy of what the teacher does not predict.
+
+        That is the label's cross-entropy within its cell, or all of it where the teacher predicts nothing of the label.
+        """
         found_R = alone_R = measure(self.events(tail, statistics, beta))
         if (group_R := statistics.group) is not None:  # the label's cross-entropy within its cell
             logit_R = statistics.kept.gather(1, group_R.clamp(min=0)[:, None]).squeeze(1)
@@ -146,7 +149,7 @@ class AlignedTargets(Targets):
 
 
 class AlignedCollator(Collator):
-    """Makes batches of the items of a view, all of which have these cells; None: cells are tokens."""
+    """A maker of batches from the items of a view, all of which have these cells; None: cells are tokens."""
 
     def __init__(self, codec: Codec, cells: CellIndex | None) -> None:
         super().__init__(codec)
@@ -157,7 +160,7 @@ class AlignedCollator(Collator):
         return super().same(other) and (one is two or bool(one and two and torch.equal(one.column, two.column)))
 
     def targets(self, fields: Mapping[str, Tensor]) -> Targets | None:
-        """UsageError: the batch is of another data set."""
+        """Return the targets of a batch. UsageError: the batch is of another data set."""
         if "replay" in fields:
             return super().targets(fields)
         if missing := [name for name in ("compared", "teacher_bytes") if name not in fields]:

@@ -55,7 +55,7 @@ class TeacherCells:
 
     @classmethod
     def of(cls, cells: Cells, spelling: Spelling) -> TeacherCells:
-        """From arrays, on the CPU."""
+        """Make the cells from arrays, on the CPU."""
         spelled = cells.of_student[spelling.tokens]
         spelled = np.where(spelled < cells.count, spelled, -1)
         of_place = np.repeat(np.arange(len(cells.of_teacher)), np.diff(spelling.starts))
@@ -67,18 +67,18 @@ class TeacherCells:
 
     @functools.cached_property
     def size(self) -> Tensor:
-        """[C+1] tokens of the teacher in each cell, and in none."""
+        """The number of the teacher's tokens in each cell, and in none, [C+1]."""
         return torch.bincount(self.of_token.where(self.of_token >= 0, self.count), minlength=self.count + 1)
 
     def to(self, device: torch.device) -> TeacherCells:
-        """The same on a device."""
+        """Return the same cells on a device."""
         if self.of_token.device == device:
             return self
         tensors = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "count"}
         return replace(self, **{name: each.to(device) for name, each in tensors.items()})
 
     def at(self, ids_MK: Tensor, prefix_M: Tensor) -> Tensor:
-        """[M,K] the cell of the student's next token in each of the teacher's; -1: none, or it is spelled otherwise.
+        """Return the cell of the student's next token in each of the teacher's, [M,K]; -1: none, or spelled otherwise.
 
         ids_MK: below V. prefix_M: the number of the tokens already read (`Spelling.prefix`); 0: cells of whole tokens.
         """
@@ -90,7 +90,7 @@ class TeacherCells:
         return torch.where(prefix_M[:, None] > 0, rest_MK, self.of_token[ids_MK])
 
     def going_on(self, mass_MV: Tensor, prefix_M: Tensor) -> Tensor:
-        """[M,C] the masses of the cells of the student's next token, from whole distributions.
+        """Return the masses of the cells of the student's next token, [M,C], from whole distributions.
 
         Tokens of the teacher that are spelled otherwise than with those already read are left out. prefix_M: above 0.
         """
@@ -106,7 +106,7 @@ class TeacherCells:
 
 
 def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
-    """The rows `source_M` of targets over tokens of both; below 0: a row of finite numbers, to be left out."""
+    """Return the rows `source_M` of targets over tokens of both; below 0: a row of finite numbers, to be left out."""
 
     def chosen(name: str, each: Tensor) -> Tensor:
         found, known_M = each[source_M.clamp(min=0)], source_M >= 0
@@ -119,7 +119,7 @@ def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
 
 
 def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, prefix_M: Tensor) -> SparseTargets:
-    """The `MOST_CELLS` likeliest cells, and the rest, for the rows `source_M` of whole distributions over tokens.
+    """Return the `MOST_CELLS` likeliest cells, and the rest, for the rows `source_M` of whole token distributions.
 
     source_M: int64. prefix_M: see `TeacherCells.at`. Both may be on another device than cells and targets.
 
@@ -157,7 +157,7 @@ def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, pref
 def coarsened(
     targets: SparseTargets, cells: TeacherCells, source_M: Tensor, prefix_M: Tensor, own_M: Tensor | None = None
 ) -> SparseTargets:
-    """Targets over cells for the rows `source_M` of targets over tokens of the teacher.
+    """Return targets over cells for the rows `source_M` of targets over tokens of the teacher.
 
     source_M: int64; below 0: a row that nothing is known about, to be left out by `AlignedTargets.compared`. prefix_M:
     see `TeacherCells.at`. own_M: int64, the cells of the labels, C for none; in rows with prefix_M above 0 the label is

@@ -43,7 +43,7 @@ _LONGEST = 256
 
 
 def teacher_stream(rows: Iterable[Mapping[str, _Array]], joined: bool, teacher: ByteTokenizer) -> Iterator[_Array]:
-    """The stream behind rows of T + 1 tokens, some at a time; a loss mask is 1 where the label counts.
+    """Yield the stream behind rows of T + 1 tokens, some at a time; a loss mask is 1 where the label counts.
 
     rows: tokens [n,T+1], loss_mask and segments [n,T] of some, in order. joined: each row begins with the last token of
     the row before.
@@ -71,7 +71,7 @@ def teacher_stream(rows: Iterable[Mapping[str, _Array]], joined: bool, teacher: 
 
 
 def is_joined(tokens_nT1: Iterable[_Array]) -> bool:
-    """Whether every row begins with the last token of the row before; arrays [n,T+1], in order."""
+    """Return whether every row begins with the last token of the row before; arrays [n,T+1], in order."""
     last = None
     for tokens in tokens_nT1:
         if (last is not None and tokens[0, 0] != last) or (tokens[1:, 0] != tokens[:-1, -1]).any():
@@ -81,7 +81,7 @@ def is_joined(tokens_nT1: Iterable[_Array]) -> bool:
 
 
 def documents_of(stream: Iterable[_Array]) -> Iterator[_Array]:
-    """Whole documents, a quarter of a million tokens at a time. UsageError: one has more than `MOST_TOKENS`."""
+    """Yield whole documents, a quarter of a million tokens at a time. UsageError: one has more than `MOST_TOKENS`."""
     parts: list[_Array] = []
     size, least = 0, _BATCH
     for part in stream:
@@ -107,7 +107,7 @@ def documents_of(stream: Iterable[_Array]) -> Iterator[_Array]:
 
 @dataclass
 class Transcoder:
-    """Encodes documents of a teacher's tokens in a student's.
+    """An encoder of documents of a teacher's tokens in a student's.
 
     UsageError (of a call): a special token of the teacher is not in the table of events, or a token is not in its
     tokenizer.
@@ -125,7 +125,7 @@ class Transcoder:
     """What is wrong with the first that is left out."""
 
     def __call__(self, stream: _Array) -> _Array:
-        """The student's stream [M], TRANSCODED, of documents [N], TAUGHT."""
+        """Return the student's stream [M], TRANSCODED, of documents [N], TAUGHT."""
         tokens = stream["token"].astype(np.int64)
         self._refuse(tokens)
         own = self.teacher.bytes
@@ -174,7 +174,7 @@ class Transcoder:
         return out
 
     def refuse_loss(self) -> None:
-        """UsageError: more than one document in a hundred (of a few: more than one) is left out."""
+        """Raise a UsageError if more than one document in a hundred (of a few: more than one) is left out."""
         if self.left_out > max(1, self.documents // 100):
             first = f"; the first: {self.example}" if self.example else ""
             raise UsageError(
@@ -199,7 +199,7 @@ class Transcoder:
             )
 
     def _encode(self, texts: list[str | None]) -> tuple[list[_Array], _Array]:
-        """The student's tokens of each part, and whether they have its bytes."""
+        """Return the student's tokens of each part, and whether they have its bytes."""
         pieces = [split_text(text or "") for text in texts]
         cut = iter(self.student.cut([piece for each in pieces for piece in each]))
         none = np.empty(0, np.int32)
@@ -215,7 +215,7 @@ class Transcoder:
     def _join(
         self, encoded: list[_Array], special: _Array, mapped: _Array, document: _Array, bad: _Array
     ) -> tuple[_Array, _Array]:
-        """The student's stream with the fields token and start, and bytes [M]."""
+        """Return the student's stream with the fields token and start, and bytes [M]."""
         bos, writes_bos = self.student.tokenizer.bos_token_id, self.student.writes_bos
         tokens, sizes, begins, length = [np.empty(0, np.int32)], [np.empty(0, np.int64)], dict[int, int](), 0
         for part, own in enumerate(encoded):
@@ -237,7 +237,7 @@ class Transcoder:
 
 
 def holders(sizes_N: _Array, sizes_M: _Array, counts_N: _Array) -> tuple[_Array, _Array, _Array]:
-    """Where the tokens of one stream lie in another one of the same bytes.
+    """Return where the tokens of one stream lie in another one of the same bytes.
 
     sizes_N, sizes_M: bytes of each token; 1 for an event of both, 0 for a token that the other lacks. counts_N: bool,
     which tokens of the first stream are labels that count.
@@ -260,7 +260,7 @@ def holders(sizes_N: _Array, sizes_M: _Array, counts_N: _Array) -> tuple[_Array,
 
 
 def _text(whole: bytes) -> tuple[str | None, int, int]:
-    """Bytes as text, and how many of a cut character were dropped in front and behind; None: it is not UTF-8."""
+    """Return bytes as text, and how many of a cut character were dropped at each end; None: it is not UTF-8."""
     try:
         return whole.decode(), 0, 0
     except UnicodeDecodeError:

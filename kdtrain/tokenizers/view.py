@@ -66,7 +66,7 @@ class View:
         self.cells, self.spelling = Cells(theirs, own, count), Spelling(starts, spelled, len(own))
 
     def lines(self) -> list[str]:
-        """What it costs to read the cache with another tokenizer, for people."""
+        """Describe the costs of reading the cache with another tokenizer, for people."""
         facts = self.facts()
         kept = "" if facts["entropy_kept"] is None else f"; the cells keep {facts['entropy_kept']:.1%} of the entropy"
         left_out = ""
@@ -83,9 +83,12 @@ class View:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """What is known of the alignment: the cache's digest, entries of both tokenizers, cells; of the first split
-        the shares of labels at common boundaries and within tokens of the teacher, and of boundaries that disagree;
-        documents."""
+        """Return the facts of the alignment.
+
+        These are the cache's digest, entries of both tokenizers, cells, events, the share of the entropy that is kept;
+        of the first split the shares of labels at common boundaries and within tokens of the teacher, the share of
+        boundaries that disagree, and the numbers of documents and of those left out.
+        """
         record, (teacher, student) = self.record, self.record.sizes
         split, tally = next(iter(record.tallies.items()))
         labels = max(1, tally.labels)
@@ -142,7 +145,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 
     @property
     def collator(self) -> AlignedCollator:
-        """What a student needs to read batches of the items, besides their tensors."""
+        """The collator that a student needs to read batches of the items, besides their tensors."""
         codec = self.reader.manifest.settings.codec
         known = codec.knots if self._index is None and codec.coded else (1.0,)
         return AlignedCollator((known, codec.num_samples), self._index)
@@ -155,32 +158,32 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         return known_whole and self._index is not None
 
     def asking(self, ask: Ask) -> "ViewReader":
-        """The same with a teacher's answers on its own rows, a few at a time, instead of a cache's numbers."""
+        """Return a reader with a teacher's answers on its own rows, a few at a time, instead of a cache's numbers."""
         found = copy.copy(self)
         found._ask = ask
         return found
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return int(self._firsts[-1])
 
     def __repr__(self) -> str:
         return f"ViewReader of {self.view.cache.name}, '{self.split}': {len(self)} rows of {self.view.seq_len} tokens"
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One row as named tensors; -1 is the last."""
+        """Return one row as named tensors; -1 is the last."""
         index = operator.index(index)
         return self.__getitems__([index + len(self) if index < 0 else index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Several rows in one read; PyTorch's loaders call this."""
+        """Return several rows in one read; PyTorch's loaders call this."""
         fields, size = self.read(indices).fields(), len(indices)
         fields["vocabulary"] = torch.tensor([self.view.record.sizes[1]] * 2).expand(size, -1)
         fields["temperature_range"] = torch.ones(size, 2, dtype=torch.float64)
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
 
     def rows(self, indices: Iterable[int]) -> np.ndarray:
-        """The rows as they are stored. IndexError: outside of the split. RunError: they hold impossible numbers."""
+        """Return the rows as stored. IndexError: outside of the split. RunError: they hold impossible numbers."""
         wanted = np.asarray(list(indices), np.int64)
         if not len(wanted) or wanted.min() < 0 or wanted.max() >= len(self):
             raise IndexError(f"sequences {wanted.tolist()} are not among the {len(self)} of {self.split}")
@@ -197,7 +200,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         return found
 
     def read(self, indices: Iterable[int]) -> Batch:
-        """The rows `indices`, in that order. RunError: a shard of the cache is damaged."""
+        """Return the rows `indices`, in that order. RunError: a shard of the cache is damaged."""
         rows = self.rows(indices)
         length = self.reader.manifest.settings.seq_len
         source, prefix = (rows[name].astype(np.int64).ravel() for name in ("source", "prefix"))
@@ -238,8 +241,11 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     def _answers(
         self, numbers: np.ndarray, at: Tensor, prefix: Tensor, own: Tensor
     ) -> tuple[SparseTargets, np.ndarray, np.ndarray]:
-        """Of the teacher's rows `numbers`: targets over cells at the positions `at` of them (below 0: none) behind the
-        tokens `prefix`, where the text has the cells `own`; log p of all labels, and their bytes, 0 where masked."""
+        """Return targets over cells, log p of all labels and the labels' bytes, of the teacher's rows `numbers`.
+
+        The targets are at the positions `at` of the rows (below 0: none) behind the tokens `prefix`, where the text
+        has the cells `own`; bytes are 0 where masked.
+        """
         ask = self._ask
         groups = [numbers] if ask is None else np.split(numbers, range(_ASKED, len(numbers), _ASKED))
         batches = [self.reader.read(each.tolist()) for each in groups]
@@ -279,6 +285,6 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 
 
 def identity_of(view: View) -> str:
-    """A digest of a view and its cache: not of what was measured, whose last bits depend on the machine."""
+    """Return a digest of a view and its cache, without measured numbers, whose last bits depend on the machine."""
     record = view.record
     return json_digest({"settings": record.settings, "shards": record.shards, "cells": record.cells["sha256"]})

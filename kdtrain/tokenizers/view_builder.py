@@ -67,7 +67,7 @@ _CALLED = {
 
 
 class OtherViewError(UsageError):
-    """The folder holds a view of something else."""
+    """An error: the folder holds a view of another cache, tokenizer or setting."""
 
 
 def build_view(
@@ -80,7 +80,7 @@ def build_view(
     splits: Sequence[str] | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> View:
-    """The view in `folder` for the student's `tokenizer`, made where it is not there.
+    """Return the view in `folder` for the student's `tokenizer`; make it where it is not there.
 
     events: see `SpecialTokens.match`. seq_len: T of a row; by default the cache's. splits: by default all of the cache.
     progress: gets the rows done.
@@ -144,7 +144,7 @@ def build_view(
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """UsageError: the folder is a link, or holds links or files that no builder of a view made."""
+    """Raise a UsageError if the folder is a link, or holds links or files that no builder of a view made."""
     if folder.is_symlink():
         raise UsageError(f"{folder} is a link, and nothing is written through links; name the folder itself")
     refuse_links(folder)
@@ -157,7 +157,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _refuse_other(folder: Path, settings: ViewSettings, finished: bool) -> None:
-    """OtherViewError: the folder holds another view than that of `settings`."""
+    """Raise an OtherViewError if the folder holds a view of other settings than `settings`."""
     there = viewed_settings(folder) or settings
     if finished and there["version"] == 2:  # its rows hold more
         there = {**there, "version": VERSION}
@@ -168,7 +168,7 @@ def _refuse_other(folder: Path, settings: ViewSettings, finished: bool) -> None:
 
 
 def _alignment(cache: LocalCache, tokenizer: Any, given: Mapping[str, str] | None) -> Alignment:
-    """That of the cache's tokenizer and a student's."""
+    """Align the cache's tokenizer and a student's."""
     if cache.remote is not None:
         cache.remote.bring_tokenizer()
     teacher = load_tokenizer(cache.folder / TOKENIZER)
@@ -184,13 +184,13 @@ def _texts(reader: CacheReader, stop: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _documents(worker: Transcoder, reader: CacheReader, looked_at: int) -> Iterator[np.ndarray]:
-    """Documents of a split in the teacher's tokens. looked_at: rows that tell whether they are one stream."""
+    """Yield the documents of a split in the teacher's tokens. looked_at: rows that tell if they are one stream."""
     joined = is_joined(each["tokens"] for each in _texts(reader, min(looked_at, len(reader))))
     return documents_of(teacher_stream(_texts(reader, len(reader)), joined, worker.teacher))
 
 
 def _merged_cells(alignment: Alignment, reader: CacheReader) -> Cells:
-    """The cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
+    """Return the cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
     worker, pairs, read = alignment.transcoder(), [], 0
     for documents in _documents(worker, reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len)):
         out = worker(documents)
@@ -211,7 +211,7 @@ def _build_split(
     cells: Cells,
     progress: Callable[[int], None],
 ) -> tuple[list[ViewShard], LabelCounts]:
-    """Publish the shards of a split; what view.json states of all."""
+    """Publish the shards of a split; return them, and the counts of labels that view.json states."""
     worker, shards, counts, last = alignment.transcoder(), list[ViewShard](), Counter[str](), False
     stream = map(worker, _documents(worker, reader, len(reader)))
     rows = rows_of(stream, seq_len, reader.manifest.settings.document_mask)
@@ -243,7 +243,7 @@ def _build_split(
 
 
 def _entropy_kept(reader: CacheReader, cells: Cells) -> float | None:
-    """Entropy of the kept entries by cell, as a share of that by token, over some rows; None without targets."""
+    """Return the kept entries' entropy by cell, as a share of that by token, over some rows; None without targets."""
     stated = reader.manifest.settings
     most = min(len(reader), -(-_MERGED_FROM // stated.seq_len))  # of a cache elsewhere no other shards are needed
     count = min(_MEASURED_ROWS if stated.codec.coded else 1, most)

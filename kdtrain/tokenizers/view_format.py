@@ -31,7 +31,7 @@ _HEADER = 2**16
 
 
 def row_type(seq_len: int, version: int = VERSION) -> np.dtype[Any]:
-    """A row: what `PackedRow` has, and source and prefix of `transcode` for each label."""
+    """Return the type of a row: what `PackedRow` has, and source and prefix of `transcode` for each label."""
     names = {"loss_mask": "?", "segments": "<i4", "source": "<i8", "said" if version < VERSION else "prefix": "<i4"}
     names |= {"length": "u1", "others": "u1"} if version < VERSION else {}
     return np.dtype([("tokens", "<i4", (seq_len + 1,)), *((name, kind, (seq_len,)) for name, kind in names.items())])
@@ -41,7 +41,7 @@ _Entries = Annotated[int, Meta(ge=1, le=MAX_IDS)]
 
 
 class ViewSettings(TypedDict):
-    """What settings.json states: what decides the content of a view."""
+    """The contents of settings.json, which decide the content of a view."""
 
     version: Literal[1, 2, 3]
     """2: rows had chunks, which are ignored. 1: nothing was known within tokens."""
@@ -63,7 +63,7 @@ class ViewShard(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelCounts:
-    """Of a split."""
+    """The counts of labels and documents of a split."""
 
     labels: Count
     """Of the student, that count."""
@@ -90,7 +90,7 @@ class _StatedCells(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewRecord:
-    """What view.json states."""
+    """The contents of view.json."""
 
     settings: ViewSettings
     shards: Annotated[dict[str, list[ViewShard]], Meta(min_length=1)]
@@ -106,7 +106,7 @@ class ViewRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "ViewRecord":
-        """That of a folder. UsageError: it is damaged, or not the record of a view."""
+        """Read the record of a view in a folder. UsageError: it is damaged, or not such a record."""
         path = folder / VIEW
         try:
             stated = read_sealed(path, MEDIUM)
@@ -126,7 +126,7 @@ class ViewRecord:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Entries of both tokenizers."""
+        """The entries of both tokenizers."""
         return self.cells["teacher"], self.cells["student"]
 
     @property
@@ -136,18 +136,18 @@ class ViewRecord:
         return teacher, student, teacher + 1, length
 
     def cells_file(self, folder: Path) -> "ViewArray":
-        """Those arrays."""
+        """Return the file of the arrays of `Cells` and `Spelling`."""
         return ViewArray(folder / CELLS, self.cells["sha256"], CELL, sum(self.parts))
 
     def row_files(self, folder: Path, split: str) -> "list[ViewArray]":
-        """The shards of a split."""
+        """Return the shards of a split."""
         kind = row_type(self.settings["seq_len"], self.settings["version"])
         stated = enumerate(self.shards[split])
         return [ViewArray(shard_path(folder, split, n), each["sha256"], kind, each["sequences"]) for n, each in stated]
 
 
 def shard_path(folder: Path, split: str, number: int) -> Path:
-    """The rows of a shard."""
+    """Return the path of the rows of a shard."""
     return folder / f"{split}-{number:05d}.npy"
 
 
@@ -160,7 +160,7 @@ class ViewArray(NamedTuple):
     size: int
 
     def mapped(self) -> np.ndarray:
-        """It, mapped. RunError: it is not the one that was published."""
+        """Map the array from its file. RunError: it is not the one that was published."""
         path, most = self.path, self.size * self.kind.itemsize + _HEADER
         try:
             if path.is_file() and path.stat().st_size > most:  # a stranger's sparse file takes hours to read
@@ -177,7 +177,7 @@ class ViewArray(NamedTuple):
 
 
 def viewed_settings(folder: Path) -> ViewSettings | None:
-    """The settings of a view in `folder`, finished or not; None: it is no view."""
+    """Read the settings of a view in `folder`, finished or not; None: it is not a view."""
     try:
         return typed(read_sealed(folder / SETTINGS), ViewSettings)
     except (OSError, ValueError):
@@ -185,7 +185,9 @@ def viewed_settings(folder: Path) -> ViewSettings | None:
 
 
 def own_data(folder: Path) -> Literal["view", "tokens", "served", "nothing"] | None:
-    """What kdtrain made in a folder of a run, finished or not; "nothing" was made yet; None: it holds something else.
+    """Return what kdtrain made in a folder of a run, finished or not; "nothing" was made yet.
+
+    None: it holds something else, or there is no folder.
 
     tokens: a cache of these alone. served: one that is captured in the order of a run.
     """

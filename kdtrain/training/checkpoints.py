@@ -13,7 +13,7 @@ from kdtrain.training.state import TrainState, load_saved, packed
 
 
 class Checkpoints:
-    """Publishes the state of a run, protects what a rollback needs, and logs what is published.
+    """The publisher of a run's checkpoints, which protects what a rollback needs, and logs what is published.
 
     Args:
         config: every option.
@@ -61,15 +61,15 @@ class Checkpoints:
         self.log_published()
 
     def is_saved(self) -> bool:
-        """Whether the newest checkpoint already holds the last finished step and its validation."""
+        """Return whether the newest checkpoint already holds the last finished step and its validation."""
         return self.published == (self.state.progress.step, self.state.progress.validated_step)
 
     def clock_is_due(self) -> bool:
-        """Whether this process has not saved for `--checkpoint-minutes`; rank 0 decides for all."""
+        """Return whether this process has not saved for `--checkpoint-minutes`; rank 0 decides for all."""
         return self.minutes > 0 and time.monotonic() - self.saved_at >= 60 * self.minutes
 
     def log_published(self) -> None:
-        """Write an event for each newly published checkpoint, and a log line for those of adaptive quantisation.
+        """Write an event for each newly published checkpoint, and a log line for a checkpoint of adaptive quantisation.
 
         Runs in the training thread, as all events do, so that they are in order.
         """
@@ -87,7 +87,7 @@ class Checkpoints:
             return load_saved(self.store.path(name), self.state.like)
 
     def newest_before(self, step: int) -> str | None:
-        """The newest undamaged planned checkpoint from before `step`, once all saves are done; on every rank."""
+        """Return the newest undamaged planned checkpoint from before `step`, once all saves are done; on every rank."""
         self.saver.wait()
         return on_main(lambda: self.store.newest_valid(before=step, planned=True)[0])
 
@@ -110,7 +110,7 @@ class Checkpoints:
             progress.best_loss = progress.best_step = None
 
     def _protected(self, names: tuple[str, ...]) -> list[str]:
-        """The checkpoints that this save must not prune: the recovery buffer, and the newest target of a rollback.
+        """Return the checkpoints that this save must not prune: the recovery buffer, and a rollback's newest target.
 
         The target is older than a spike that is not confirmed yet, and not a checkpoint of an interruption, so that an
         interrupted run rolls back as far as an uninterrupted one.

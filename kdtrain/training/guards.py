@@ -164,7 +164,7 @@ class SpikeDetector(Watcher[_Clean]):
         return self.memory.suspicious_since if self.memory.spiky >= self.patience else None
 
     def threshold(self, clean: Sequence[float]) -> float:
-        """The value above which a part with these clean values is spiky; infinite while there are too few of them."""
+        """Return the value above which a part with these clean values is spiky; infinite while there are too few."""
         if len(clean) < self.minimum:
             return math.inf
         middle, spread = median_and_mad(clean)

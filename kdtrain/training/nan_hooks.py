@@ -226,7 +226,7 @@ def write_bundle(
 
 
 def _norm(student: Student, micro_batch: int) -> Finding | None:
-    """The finding of an infinite norm of finite gradients, whose squares exceed fp32."""
+    """Return the finding of an infinite norm of finite gradients, whose squares exceed fp32."""
     gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
     if not gradients or total_norm(list(gradients.values())).isfinite():
         return None
@@ -236,7 +236,7 @@ def _norm(student: Student, micro_batch: int) -> Finding | None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or results, however nested."""
+    """Yield the tensors in a module's arguments or results, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -246,12 +246,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _public(name: str) -> str:
-    """The name in transformers of the student's module or parameter `name`."""
+    """Return the name in transformers of the student's module or parameter `name`."""
     name = name.removeprefix("loss.")
     return name.removeprefix(_PREFIX) if name != _PREFIX[:-1] else ""
 
 
 def _owner(parameter: str) -> tuple[str, str]:
-    """The module of a parameter, and its name there."""
+    """Return the module of a parameter, and its name there."""
     module, _, name = _public(parameter).rpartition(".")
     return module, name

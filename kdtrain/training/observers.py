@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepView:
-    """What observers see of the step that is under way."""
+    """The step that is under way, as observers see it."""
 
     number: int
     """The step, from 1."""
@@ -46,25 +46,28 @@ class Observer:
     """Looks at every step of a run; each method does nothing unless a subclass overrides it."""
 
     def before_step(self, step: StepView) -> None:
-        """Called before the step reads its first micro-batch; learning rate and random generators are set."""
+        """Look at a step before it reads its first micro-batch; learning rate and random generators are set."""
 
     def before_forward(self, step: StepView, batch: Batch) -> None:
-        """Called before the forward of a micro-batch."""
+        """Look at a micro-batch before its forward."""
 
     def after_forward(self, step: StepView, output: LossOutput) -> None:
-        """Called after the forward, which with the objective's engine has made the gradient of the output head."""
+        """Look at a forward's output; with the objective's engine it has made the gradient of the output head."""
 
     def before_backward(self, step: StepView, output: LossOutput) -> None:
-        """Called before the backward of a micro-batch, after `after_forward` of all observers."""
+        """Look at an output before the backward of its micro-batch, after `after_forward` of all observers."""
 
     def after_backward(self, step: StepView) -> None:
-        """Called after the backward of a micro-batch; the parameters hold the sum of the gradients so far."""
+        """Look at a step after the backward of a micro-batch; parameters hold the sum of the gradients so far."""
 
     def before_optimizer(self, step: StepView) -> None:
-        """Called before the update, with the exchanged gradients. On a GPU fused AdamW still divides and clips them."""
+        """Look at a step before its update, with the exchanged gradients.
+
+        On a GPU fused AdamW still divides and clips them.
+        """
 
     def after_optimizer(self, step: StepView, metrics: Mapping[str, float], skipped: bool) -> None:
-        """Called after the update; gradients are dropped.
+        """Look at a step after its update; gradients are dropped.
 
         Args:
             metrics: the step's numbers, by their names in metrics.jsonl.
@@ -72,16 +75,16 @@ class Observer:
         """
 
     def rewound(self, step: int) -> None:
-        """Called when a run resumes after `step`, or is rolled back to it: later steps are taken again."""
+        """Forget the steps after `step`: a run resumes there, or is rolled back to it, and takes later steps again."""
 
     def event(self, record: Mapping[str, Any]) -> None:
-        """Called on rank 0 for each event, as events.jsonl has it, before it is written: the disk may be full."""
+        """Take an event on rank 0, as events.jsonl has it, before it is written: the disk may be full."""
 
     def warn(self, warning: Callable[[str, str], None]) -> None:
-        """Called on rank 0 after each step and at the end: `warning(kind, text)` logs what failed in the background."""
+        """Log background failures by `warning(kind, text)`; called on rank 0 after each step and at the end."""
 
     def close(self) -> None:
-        """Called on rank 0 at the end of a run whose logs were opened; what it does about events ends here."""
+        """End the work that events began; called on rank 0 at the end of a run whose logs were opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,6 @@ class ObserverRequest:
 
 
 def observers_of(request: ObserverRequest) -> tuple[Observer, ...]:
-    """The observers that packages add to a run. UsageError: one of them refuses it."""
+    """Make the observers that packages add to a run. UsageError: one of them refuses it."""
     made = (make(request) for make in OBSERVERS.every().values())
     return tuple(each for each in made if each is not None)

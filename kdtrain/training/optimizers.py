@@ -46,7 +46,7 @@ class Optimizer(Protocol):
         ...
 
     def slots(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
-        """Names and shapes of the fp32 tensors in the state of `parameter`."""
+        """Return names and shapes of the fp32 tensors in the state of `parameter`."""
         ...
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -58,7 +58,7 @@ Maker = TypeVar("Maker", bound=Callable[[Groups, OptimizerConfig], Any])
 
 
 def register_optimizer(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
-    """Decorator: make a class of optimizers the one that `--optimizer NAME` takes.
+    """Return a decorator that makes a class of optimizers the one that `--optimizer NAME` takes.
 
     It is called with the parameter groups and the section of options, and has what `Optimizer` lists.
 
@@ -80,7 +80,7 @@ class FusedAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=options.peak_lr, betas=options.betas, fused=True)
 
     def guarded_step(self, found_inf: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """See `Optimizer`. The first call creates the moments as zeros."""
+        """Update as `Optimizer` states. The first call creates the moments as zeros."""
         self.found_inf, self.grad_scale = found_inf, scale
         try:
             self.step()
@@ -88,12 +88,15 @@ class FusedAdamW(torch.optim.AdamW):
             del self.found_inf, self.grad_scale
 
     def slots(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
-        """Two moments, and the number of steps."""
+        """Return the shapes of two moments, and of the number of steps."""
         return {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size()}
 
 
 def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: float) -> Optimizer:
-    """The optimizer of `config`: weight decay on the model's matrices only, a separate rate for the temperature."""
+    """Make the optimizer of `config`, with weight decay on the model's matrices only.
+
+    The temperature has a rate of its own.
+    """
     embeddings = {id(each.weight) for each in student.model.modules() if isinstance(each, nn.Embedding)}
     head = getattr(student.get_output_embeddings(), "weight", None)
     roles: dict[str, list[nn.Parameter]] = {"hidden": [], "head": [], "other": []}
@@ -120,7 +123,7 @@ def make_optimizer(student: Student, config: OptimizerConfig, temperature_lr: fl
 
 
 def _of_one_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters by the mesh over which they are sharded: one kernel takes those of one mesh."""
+    """Return the parameters by the mesh over which they are sharded: one kernel takes the parameters of one mesh."""
     found: dict[Any, list[nn.Parameter]] = {}
     for each in parameters:
         found.setdefault(getattr(each, "device_mesh", None), []).append(each)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Next(Enum):
-    """What a run does next."""
+    """The next action of a run."""
 
     CONTINUE = "continue"
     READ_AGAIN = "read again"
@@ -257,7 +257,7 @@ class Recovery:
         writers.warning("non-finite", self.state.progress.step, text, finding=shown, bundle=folder.name)
 
     def _roll_back_skips(self, loss: float) -> bool:
-        """After more than `--max-skips` skips in a row, roll back; return whether it did. loss: of the last one, nats.
+        """Roll back after more than `--max-skips` skips in a row; return whether it did. loss: of the last one, nats.
 
         Raises:
             RunError: as many steps failed again after the rollback, it would exceed `--max-rollbacks`, or there is no
@@ -296,7 +296,7 @@ class Recovery:
         )
 
     def _set_aside_broken(self) -> None:
-        """Set aside the checkpoints of the present weights, from which no step could be taken, if earlier ones exist.
+        """Set aside the checkpoints of the present weights, which allowed no step, if there are earlier checkpoints.
 
         The next start would resume from them. Weights to which the run was rolled back have been trained from before.
         """

@@ -193,7 +193,7 @@ class Reporter:
             self.writers.warning("initial-loss", 0, text)
 
     def backward(self, number: int) -> None:
-        """After a step's last backward, before clipping: name the parameters without a sound gradient, once."""
+        """Name the parameters without a sound gradient, once: after a step's last backward, before clipping."""
         if self.gradients_checked:
             return
         self.gradients_checked = True
@@ -201,11 +201,11 @@ class Reporter:
             self.writers.warning("gradients", number, text)
 
     def shows_gradients(self, number: int) -> bool:
-        """Whether histograms of step `number` are due."""
+        """Return whether histograms of step `number` are due."""
         return _due(number, self.config.monitor.eval_freq)
 
     def gradients(self, number: int) -> None:
-        """After clipping, before the optimizer's step: write histograms where they are due."""
+        """Write histograms where they are due: after clipping, before the optimizer's step."""
         if self.shows_gradients(number):
             tensors: dict[str, torch.Tensor] = {}
             for name, each in self.student.model.named_parameters():
@@ -217,12 +217,12 @@ class Reporter:
             self.writers.histograms(number, tensors)
 
     def validated(self, step: int, loss: float, teacher_loss: float | None) -> None:
-        """After a validation: its loss and the teacher's, nats a token."""
+        """Take a validation's loss and the teacher's, nats a token."""
         self.validations.append((step, loss))
         self.teacher_loss = teacher_loss
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> dict[str, str]:
-        """After step `number`: write its numbers, samples where due, and warnings; return the parts of its line.
+        """Write the numbers, samples where due, and warnings of step `number`; return the parts of its line.
 
         Args:
             number: the step.
@@ -248,7 +248,7 @@ class Reporter:
         return parts | {"checkpoint": f"ckpt -{age}", "memory": f"mem {signs.grown_mib:+.0f} MiB"}
 
     def _check_health(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> None:
-        """Warn of what has become wrong since the line before."""
+        """Warn of signs of trouble that are new since the line before."""
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if not self.busy and self.student.device.type == "cpu" and load > _BUSY * cores:
             self.busy = True
@@ -270,7 +270,7 @@ class Reporter:
         self.wrong = found
 
     def temperature(self, number: int) -> None:
-        """After step `number`: warn when a learned T reaches a bound, once until it leaves. Waits for the device.
+        """Warn after step `number` when a learned T reaches a bound, once until it leaves. Waits for the device.
 
         A resumed run warns once more.
         """
@@ -284,11 +284,11 @@ class Reporter:
         self.bound = bound
 
     def saved_by_clock(self, number: int) -> None:
-        """After a checkpoint of step `number` that only the clock made due: a first save's buffers are no leak."""
+        """Note a checkpoint of step `number` that only the clock made due: a first save's buffers are no leak."""
         self.history.settle_after(number)
 
     def _resources(self, number: int) -> dict[str, float]:
-        """MiB of memory by kind, and with a log line the GPU's utilization in the last second, in percent."""
+        """Return MiB of memory by kind, and with a log line the GPU's utilization in the last second, in percent."""
         device, resources = self.student.device, {"memory_resident_mb": resident_mb()}
         if device.type == "cuda":
             resources["memory_allocated_mb"] = torch.cuda.memory_allocated(device) / 2**20

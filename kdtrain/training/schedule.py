@@ -15,8 +15,10 @@ from kdtrain.config.values import USUAL_STEPS
 
 
 def total_steps(config: DistillConfig, sequences: int, length: Mapping[str, Any] | None = None) -> int:
-    """The planned steps of a run over a training split of `sequences`. length: `steps` and `epochs` of an earlier start
-    instead of those of `config`."""
+    """Return the planned steps of a run over a training split of `sequences`.
+
+    length: `steps` and `epochs` of an earlier start instead of those in `config`.
+    """
     given = vars(config) if length is None else length
     steps, epochs = given.get("steps"), given.get("epochs")
     if epochs is not None:
@@ -28,12 +30,12 @@ def total_steps(config: DistillConfig, sequences: int, length: Mapping[str, Any]
 
 
 def run_length(planned: int, config: OptimizerConfig, decay_from: int | None) -> int:
-    """Optimizer steps of the whole run. decay_from: where a plateau ended the stable phase of `wsd`, None: nowhere."""
+    """Return the steps of the whole run. decay_from: where a plateau ended the stable phase of `wsd`, None: nowhere."""
     return planned if decay_from is None else decay_from + decay_steps(planned, config)
 
 
 def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: int | None = None) -> float:
-    """The rate of optimizer step `step` (1 .. total). decay_from: where a plateau ended the stable phase of `wsd`."""
+    """Return the rate of step `step` (1 .. total). decay_from: where a plateau ended the stable phase of `wsd`."""
     warmup = warmup_steps(total, config)
     if step <= warmup:
         return config.peak_lr * step / max(warmup, 1)
@@ -44,27 +46,27 @@ def learning_rate(step: int, total: int, config: OptimizerConfig, decay_from: in
 
 
 def warmup_steps(total: int, config: OptimizerConfig) -> int:
-    """Steps of warm-up in a run of `total` steps: at most half of them; the only step of a run has the peak rate."""
+    """Return the warm-up steps of a run of `total` steps: at most half of them; a run's only step has the peak rate."""
     return min(config.warmup_steps, max(total // 2, 1))
 
 
 def decay_start(total: int, config: OptimizerConfig) -> int:
-    """The last step before the decay phase of `wsd`, which begins after the warm-up."""
+    """Return the last step before the decay phase of `wsd`, which begins after the warm-up."""
     return max(total - decay_steps(total, config), warmup_steps(total, config))
 
 
 def validation_interval(total: int, every: int) -> int:
-    """Steps between validations: `every`, or a quarter of a run that is shorter."""
+    """Return the steps between validations: `every`, or a quarter of a run that is shorter."""
     return every if total >= every else max(total // 4, 1)
 
 
 def decay_steps(total: int, config: OptimizerConfig) -> int:
-    """Steps of the decay phase of `wsd`."""
+    """Return the steps of the decay phase of `wsd`."""
     return min(config.decay_steps or max(total // 5, 1), total)
 
 
 def _share(step: int, total: int, start: int, config: OptimizerConfig) -> float:
-    """The share of the way from the smallest to the peak rate, 1 to 0."""
+    """Return the share of the way from the smallest to the peak rate, 1 to 0."""
     if config.lr_schedule == "constant" or step <= start:
         return 1.0
     done = (step - start) / max(total - start, 1)

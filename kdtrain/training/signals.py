@@ -23,7 +23,7 @@ _asked = threading.Event()
 
 
 def asked_to_stop() -> bool:
-    """Whether this process has received a signal in a `StopRequest`: what waits for data must end."""
+    """Return whether this process has received a signal in a `StopRequest`: what waits for data must end."""
     return _asked.is_set()
 
 
@@ -49,7 +49,7 @@ def interruptible() -> AbstractContextManager[None]:
 
 
 class StopRequest:
-    """While the block runs, the first signal is a request to stop and the second ends the process.
+    """A block in which the first signal is a request to stop, and the second ends the process.
 
     True once all ranks know of the request (in a single process that is at once); `name` is then that of the signal,
     or "a failed read".

@@ -46,7 +46,7 @@ _PREFIX = "snapshot."
 
 
 def packed(snapshots: Iterable[Checkpoint]) -> dict[str, torch.Tensor]:
-    """The tensors of `snapshots`, oldest first, with the number of the snapshot in their names."""
+    """Return the tensors of `snapshots`, oldest first, with the number of the snapshot in their names."""
     return {
         f"{_PREFIX}{number}.{name}": tensor
         for number, kept in enumerate(snapshots)
@@ -55,7 +55,7 @@ def packed(snapshots: Iterable[Checkpoint]) -> dict[str, torch.Tensor]:
 
 
 def unpacked(tensors: Mapping[str, torch.Tensor], states: list[dict[str, Any]]) -> deque[Checkpoint]:
-    """The snapshots of a checkpoint, oldest first; `states` are their plain numbers."""
+    """Return the snapshots of a checkpoint, oldest first; `states` are their plain numbers."""
     snapshots: deque[Checkpoint] = deque()
     for number, state in enumerate(states):
         prefix = f"{_PREFIX}{number}."
@@ -65,7 +65,7 @@ def unpacked(tensors: Mapping[str, torch.Tensor], states: list[dict[str, Any]]) 
 
 
 def snapshot(tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Checkpoint:
-    """A snapshot of these tensors and numbers."""
+    """Make a snapshot of these tensors and numbers."""
     return Checkpoint(f"snapshot of step {state['progress']['step']}", tensors, state)
 
 
@@ -74,7 +74,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 @dataclass
 class Progress:
-    """How far a run is, and what happened to it."""
+    """The progress of a run, and the counts of what happened to it."""
 
     step: Count = 0
     """Optimizer steps taken."""
@@ -118,7 +118,7 @@ class Progress:
     """Of the validation text, where its tokenizer tells bytes."""
 
     def bits_per_byte(self, loss: float | None) -> float | None:
-        """A validation loss of this run, nats a token, in bits per byte; None where either is unknown."""
+        """Return a validation loss of this run, nats a token, in bits per byte; None where either is unknown."""
         return None if loss is None or self.bytes_per_token is None else loss / self.bytes_per_token / math.log(2)
 
 
@@ -200,11 +200,11 @@ class TrainState:
         return vars(self.guards) | ({} if self.adaptive is None else {"adaptive": self.adaptive})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Named tensors of the complete state; tied weights appear once."""
+        """Return named tensors of the complete state; tied weights appear once."""
         return self.own_tensors() | packed(self.snapshots)
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """`tensors` without the snapshots."""
+        """Return `tensors` without the snapshots."""
         named = {f"student.{name}": tensor for name, tensor in _once(self.student.model).items()}
         for part, module in self._parts()[1:]:
             named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
@@ -214,7 +214,7 @@ class TrainState:
         return named
 
     def like(self, name: str, shape: torch.Size) -> torch.Tensor | None:
-        """The parameter by which this tensor of a checkpoint is sharded; None where it is not sharded."""
+        """Return the parameter by which this tensor of a checkpoint is sharded; None where it is not sharded."""
         name = re.sub(rf"^{re.escape(_PREFIX)}\d+\.", "", name)
         for part, parameter in self._parameters():
             matches = name == part or name.startswith(f"optimizer.{part}.")
@@ -223,11 +223,11 @@ class TrainState:
         return None
 
     def numbers(self) -> dict[str, Any]:
-        """The state that is not tensors."""
+        """Return the state that is not tensors."""
         return self.own_numbers() | ({"snapshots": [each.state for each in self.snapshots]} if self.snapshots else {})
 
     def own_numbers(self) -> dict[str, Any]:
-        """`numbers` without the snapshots."""
+        """Return `numbers` without the snapshots."""
         progress = asdict(self.progress)
         if not self.progress.members:  # a run of one cache has none, as before there were mixtures
             del progress["members"]
@@ -327,7 +327,7 @@ def seed_everything(seed: int, step: int, data_rank: int = 0) -> None:
 
 
 def _once(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of `module` without the second name of a tied weight, and without what is not trained."""
+    """Return the state dict of `module` without the second name of a tied weight, and without frozen entries."""
     seen: set[int] = set()
     unique, frozen = {}, getattr(module, "frozen", ())
     for name, tensor in module.state_dict(keep_vars=True).items():

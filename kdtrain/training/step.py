@@ -59,12 +59,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out; on a CPU torch has no error type for it."""
+    """Return whether an error means that memory ran out; on a CPU torch has no error type for it."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 class Status(Enum):
-    """What became of a step."""
+    """The outcome of a step."""
 
     TAKEN = "taken"
     SKIPPED = "skipped"
@@ -141,7 +141,7 @@ class Stepper:
 
     @property
     def layout(self) -> RankLayout:
-        """Which part of the data this rank reads."""
+        """The layout of the ranks, by which each reads its part of the data."""
         return self.wrapper.layout
 
     @property
@@ -165,11 +165,11 @@ class Stepper:
         return self.state.progress.sequences // self.config.batch_size + 1
 
     def sequences(self, cursor: int) -> np.ndarray:
-        """The indices of the sequences of the step at `cursor`, for all ranks."""
+        """Return the indices of the sequences of the step at `cursor`, for all ranks."""
         return self.order.batch(cursor, self.config.batch_size)
 
     def share(self, cursor: int) -> np.ndarray:
-        """The indices for this rank: an even part in order, so that a step is the same for any number of ranks."""
+        """Return this rank's indices: an even part in order, so that a step is the same for any number of ranks."""
         return self.order.arranged(self.layout.share(self.sequences(cursor)))
 
     def seed(self, number: int) -> None:
@@ -177,13 +177,13 @@ class Stepper:
         seed_everything(self.config.seed, number, self.layout.data_rank)
 
     def feed(self) -> Feed:
-        """The micro-batches from the cursor on."""
+        """Return the micro-batches from the cursor on."""
         cursor, size = self.state.progress.sequences, self.config.batch_size
         expected = self.total - self.state.progress.step
         return Feed(self.source, lambda step: self.share(cursor + step * size), self.micro, expected)
 
     def batches(self) -> list[Batch]:
-        """The micro-batches of the step at the cursor: as they were kept, or read again."""
+        """Return the micro-batches of the step at the cursor: as they were kept, or read again."""
         indices = self.share(self.state.progress.sequences)
         return self.kept or [self.source.read(each) for each in rearrange(indices, "(a m) -> a m", m=self.micro)]
 
@@ -434,7 +434,7 @@ class Stepper:
         return {**own._asdict(), "loss": loss, "T": temperature, "signal": signal_, "save_due": due}
 
     def _weights(self, compared_M6: torch.Tensor, measured: MeasuredAlpha) -> dict[str, torch.Tensor]:
-        """Alpha of this step: its mean over tokens with a teacher, and in a mixture that of each member with one."""
+        """Return the step's alpha: its mean over tokens with a teacher, and each taught member's alpha in a mixture."""
         alpha_M = measured.value()
         tokens_M = compared_M6[:, 3] * measured.taught
         mean = (alpha_M * tokens_M).sum() / tokens_M.sum().clamp(min=1)
@@ -470,19 +470,22 @@ class Stepper:
         return norm, scale
 
     def _all_reduce_gradients(self) -> None:
-        """Sum the gradients that no wrapper exchanges: of temperature and projections over the data ranks, and over
-        the tensor ranks those of weights that each of these holds whole, of which they see parts."""
+        """Sum the gradients that no wrapper exchanges.
+
+        Over the data ranks these are of temperature and projections; over the tensor ranks, of weights that each rank
+        holds whole and whose gradient it sees in part.
+        """
         if world_size() > 1:
             exchange(self._unclipped(), self.layout.sum)
         sum_over_tensor_ranks(self.student.model, self.layout)
 
     def _unclipped(self) -> list[torch.Tensor]:
-        """The gradients that are not part of the norm."""
+        """Return the gradients that are not part of the norm."""
         others = [each for each in (self.student.temperature, self.student.hidden_loss) if each is not None]
         return [each.grad for other in others for each in other.parameters() if each.grad is not None]
 
     def _result(self, read: dict[str, float], rate: float, waited: float) -> StepResult:
-        """The result of a step from the numbers read from the device: sums over its tokens, and means."""
+        """Return the result of a step from the numbers read from the device: sums over its tokens, and means."""
         student, adaptive, count = self.student, self.state.adaptive, max(read["tokens"], 1.0)
         metrics = {"loss": read["loss"]}
         weights = {name: value for name, value in read.items() if name.partition("/")[0] == "alpha"}
@@ -517,7 +520,7 @@ class Stepper:
         )
 
     def _halve_micro_batch(self) -> str:
-        """After an out-of-memory error: drop the gradients and halve the micro-batch from now on; return what changed.
+        """Drop the gradients after an out-of-memory error, and halve the micro-batch from now on; return what changed.
 
         Raises:
             RunError: it was halved before, the first steps are over, its size is odd, there are several processes, or
@@ -541,7 +544,7 @@ class Stepper:
 
 
 def _scales_in_optimizer(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer scales and clips the gradients as it reads them, and not two passes before it.
+    """Return whether the optimizer scales and clips the gradients as it reads them, and not two passes before it.
 
     On a GPU: 36 bytes a parameter for norm, clip and update, not 48. A CPU keeps the passes, and its bits.
     """

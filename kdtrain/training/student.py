@@ -172,11 +172,11 @@ class Student(PreTrainedModel):
         self.train(own.training)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The model's."""
+        """Return the input embeddings of the model."""
         return self.model.model.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The model's."""
+        """Return the output embeddings of the model."""
         return self.model.model.get_output_embeddings()
 
     def tie_weights(self, *args: Any, **options: Any) -> None:
@@ -308,7 +308,7 @@ class Student(PreTrainedModel):
         return EvaluationOutput(*output._replace(loss=loss), rows_BM)  # type: ignore[call-arg,return-value]
 
     def _batch(self, fields: dict[str, Tensor]) -> Batch:
-        """The batch of named tensors. UsageError: see `forward`."""
+        """Make the batch of named tensors. UsageError: see `forward`."""
         tokens = _checked(fields.get("tokens"), fields.get("loss_mask"))
         if "vocabulary" in fields and "labels" not in fields:
             raise UsageError(
@@ -341,7 +341,7 @@ class Student(PreTrainedModel):
         self._checked.add("data")
 
     def total(self, sums: LossOutput, temperature: Tensor) -> Tensor:
-        """The total loss in fp64 of the tokens in `sums`, at this temperature."""
+        """Return the total loss in fp64 of the tokens in `sums`, at this temperature."""
         alpha: Any = self.loss.alpha.value()
         if isinstance(alpha, Tensor):  # of each member
             ce, kd = sums.members[:, :2].unbind(1)
@@ -386,7 +386,7 @@ class Student(PreTrainedModel):
 
     @contextlib.contextmanager
     def eager(self) -> Iterator[None]:
-        """Run without compiled graphs in the block: hooks are not called in a graph, and what is rare needs none."""
+        """Run without compiled graphs in the block: hooks are not called in a graph, and rare forwards need none."""
         before = self.backbone, self.compile_objective
         self.backbone, self.compile_objective = self._backbone, False
         try:
@@ -428,7 +428,7 @@ class Student(PreTrainedModel):
             return self._hidden(lambda *inputs: (self.model(*inputs), []), batch)[0]
 
     def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """The model's hidden states, and those of the layers of the hidden-state loss; in training the router's."""
+        """Return the hidden states, and the states of the hidden-state loss's layers; in training the router's loss."""
         balance = self.training and self.router_weight > 0
         if self.layers or balance:
             return self.model(tokens_BT, segments_BT, self.layers, balance)
@@ -466,7 +466,7 @@ def _from_names_of_the_model(student: nn.Module, state: dict[str, Any], prefix: 
 
 
 def _checked(tokens: Tensor | None, loss_mask: Tensor | None) -> Tensor:
-    """The tokens. UsageError: one is missing, or has another shape or dtype than [B, T+1] int64 and [B, T] bool."""
+    """Return the tokens. UsageError: tokens or mask are missing, or are not [B, T+1] int64 and [B, T] bool."""
     for name, tensor in (("tokens", tokens), ("loss_mask", loss_mask)):
         if not isinstance(tensor, Tensor):
             raise UsageError(f"the batch has no tensor '{name}'; make batches by collate, of a cache's sequences")
@@ -481,7 +481,7 @@ def _checked(tokens: Tensor | None, loss_mask: Tensor | None) -> Tensor:
 
 
 def _tied(student: nn.Module) -> set[str]:
-    """The second and further names of tied parameters."""
+    """Return the second and further names of tied parameters."""
     every = {name for name, _ in student.named_parameters(remove_duplicate=False)}
     return every - {name for name, _ in student.named_parameters()}
 

@@ -171,7 +171,7 @@ class Trainer:
         self.stepper.rewound(progress.step)
 
     def finished(self) -> bool:
-        """Whether the run has no step left: the last one is taken, or the run was stopped early."""
+        """Return whether the run has no step left: the last one is taken, or the run was stopped early."""
         return self.state.progress.step >= self.total or self.state.progress.stopped is not None
 
     def fit(self) -> None:
@@ -345,7 +345,7 @@ class Trainer:
         return Next.CONTINUE
 
     def _validation_due(self) -> bool:
-        """Whether the last finished step needs a validation and has none, for example after a stop request."""
+        """Return whether the last finished step needs a validation and has none, for example after a stop request."""
         progress = self.state.progress
         due = progress.step % self.eval_freq == 0 or self.finished()
         return due and progress.validated_step != progress.step

@@ -91,7 +91,7 @@ def own_batches(
 
 
 def validate_members(student: Student, source: Source, **options: Any) -> tuple[Metrics, dict[str, Metrics]] | None:
-    """`validate`, and the same of each member of a mixture, by its name: each on what it is validated on when alone.
+    """Validate all of `source`, and each member of a mixture by name, on the text it is validated on when alone.
 
     The whole is then what a validation split would give that holds the members in the proportion in which training
     draws them; what one member does not know is unknown of it.
@@ -135,7 +135,7 @@ def summary(metrics: Metrics) -> dict[str, float | None]:
 
 
 def evaluation_metrics(found: Any) -> dict[str, float]:
-    """The `compute_metrics` of `transformers.Trainer` for a `Student`: exact means over the unmasked tokens of a split.
+    """Compute the metrics of a `Student` for `transformers.Trainer`: exact means over the unmasked tokens of a split.
 
     loss and ce: the cross-entropy, kl: from the teacher, and what else of `summary` the data contain; nats a token.
     `loss` replaces Trainer's own `eval_loss`, a mean over batches by their rows.

@@ -38,7 +38,7 @@ Read = Callable[[Callable[[], Batch]], Batch | None]
 
 
 class Withheld:
-    """The sample of a run.
+    """The sample of withheld sequences on which a run measures alpha.
 
     Args:
         alpha: what is measured by it, and from now on moved by steps alone.

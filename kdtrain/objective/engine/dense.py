@@ -70,17 +70,17 @@ class Pair(NamedTuple):
     """Scalar, in the dtype of the logits."""
 
     def energies(self) -> Tensor:
-        """log p [R,V] in the dtype of the logits, bounded below: p log p is then 0 and not NaN at p = 0."""
+        """Return log p [R,V] in the dtype of the logits, bounded below: p log p is then 0 and not NaN at p = 0."""
         return self.logprobs.to(self.z.dtype).clamp_min(FLOOR)
 
     def log_softmax(self, sums: DenseSums) -> tuple[Tensor, Tensor]:
-        """log q and log p at beta."""
+        """Return log q and log p at beta."""
         log_q_RV = _log_softmax(self.z, sums.top_z, sums.beta_z, self.beta)
         return log_q_RV, _log_softmax(self.energies(), sums.top_e, sums.beta_e, self.beta)
 
 
 class DenseSums(NamedTuple):
-    """Of a chunk, each [R]: largest entry, and sums of exponentials shifted by it, of z and of e.
+    """Sums over a chunk, each [R]: the largest entry, and the sums of exponentials shifted by it, of z and of e.
 
     `mass_e` is 0 without the divergence at T = 1.
     """
@@ -93,7 +93,7 @@ class DenseSums(NamedTuple):
     beta_e: Tensor
 
     def of_all(self, head: HeadPart, beta: Tensor) -> DenseSums:
-        """Return the sums over all parts of the head, from those of each."""
+        """Return the sums over all parts of the head, from the sums of each part."""
         if head.group is None:
             return self
         tops_2R = head.largest(torch.stack(self[:2]))
@@ -115,7 +115,7 @@ class DenseValues(NamedTuple):
 
 
 def _log_softmax(values_RV: Tensor, top_R: Tensor, mass_R: Tensor, beta: Tensor | float) -> Tensor:
-    """log softmax(beta * values), from the largest entry and the shifted sum of exponentials.
+    """Return log softmax(beta * values), from the largest entry and the shifted sum of exponentials.
 
     In the dtype of the values, the log of the mass too: fp64 would be converted at every element of the row.
     """
@@ -123,13 +123,13 @@ def _log_softmax(values_RV: Tensor, top_R: Tensor, mass_R: Tensor, beta: Tensor 
 
 
 def _rounding(mass_R: Tensor) -> Tensor:
-    """[R] fp64: how much too low `_log_softmax` is because the log of the mass was rounded."""
+    """Return how much too low `_log_softmax` is because the log of the mass was rounded, [R] fp64."""
     log_R = mass_R.double().log()
     return log_R.to(mass_R.dtype).double() - log_R
 
 
 def sum_dense(pair: Pair, at_one: bool) -> DenseSums:
-    """The sums of exponentials of a chunk; at_one: True if the divergence at T = 1 is wanted."""
+    """Sum the exponentials of a chunk; at_one: True if the divergence at T = 1 is wanted."""
     results = []
     for values_RV, wants_mass in ((pair.z, True), (pair.energies(), at_one)):
         top_R = values_RV.amax(1)
@@ -143,7 +143,7 @@ def sum_dense(pair: Pair, at_one: bool) -> DenseSums:
 def measure_dense(
     pair: Pair, sums: DenseSums, divergence: Named, slopes: bool, head: HeadPart = HeadPart()
 ) -> DenseValues:
-    """The divergence at beta, and sums of its derivatives; slopes: True if the gradient in beta is wanted."""
+    """Compute the divergence at beta, and sums of its derivatives; slopes: True if the gradient in beta is wanted."""
     if slopes:
         if len(pair.z) > _WIDE and not torch.compiler.is_compiling():
             rows = zip(pair.z.split(_WIDE), pair.logprobs.split(_WIDE), strict=True)
@@ -162,7 +162,7 @@ def measure_dense(
 
 
 def value_dense(pair: Pair, sums: DenseSums, divergence: Named, head: HeadPart = HeadPart()) -> Tensor:
-    """The divergence [R] at beta = 1."""
+    """Return the divergence [R] at beta = 1."""
     log_p_RV = _log_softmax(pair.energies(), sums.top_e, sums.mass_e, 1.0)
     log_q_RV = _log_softmax(pair.z, sums.top_z, sums.mass_z, 1.0)
     name, number = divergence
@@ -195,7 +195,7 @@ def weigh(
     differentiates: bool,
     head: HeadPart = HeadPart(),
 ) -> Weighed:
-    """Value and gradients of `loss` for a chunk, in fp64.
+    """Compute value and gradients of `loss` for a chunk, in fp64.
 
     Args:
         beta: scalar, fp64.
@@ -248,7 +248,7 @@ def spread_dense(
 
 
 def _derivatives(log_p_RV: Tensor, log_q_RV: Tensor, divergence: Named) -> tuple[Tensor, Tensor, Tensor]:
-    """The divergence [R], g and h."""
+    """Return the divergence [R], and its derivatives g in log q and h in log p, [R,V]."""
     name, parameter = divergence
     entry = DIVERGENCES.entries[name]
     if entry.derivatives is not None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to compute, for which rows."""
+    """The inputs of the engine: what it computes, and for which rows."""
 
     head: HeadPart
     """Of the student; `fused_loss` takes weight and bias out of it."""
@@ -129,7 +129,7 @@ def _scale(gradient: Tensor, factor: Tensor, kernels: Any) -> None:
 
 
 def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: Tensor | None, beta: Tensor) -> Any:
-    """Value, sums and the four gradients (None where not wanted)."""
+    """Return value, sums and the four gradients (None where not wanted)."""
     targets = request.rows.targets
     head = replace(request.head, weight=weight_PD, bias=bias_P)
     # A bias sums its gradient over the rows, which must not be rounded before.
@@ -162,7 +162,7 @@ def _run(request: Request, hidden_ND: Tensor, weight_PD: Tensor | None, bias_P: 
 
 
 def _empty_gradients(request: Request, hidden_ND: Tensor, head: HeadPart, beta: Tensor) -> dict[str, Any]:
-    """Zeros for the wanted gradients; of the weight's only the padding, as the first chunk overwrites the rest."""
+    """Make zeros for the wanted gradients; of the weight's only the padding, as the first chunk overwrites the rest."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     # fp16 hidden gradients wait in fp32 for the loss scale that keeps them from underflowing, parts for their sum.
     stored = wide if hidden_ND.dtype == torch.float16 or head.group else hidden_ND.dtype

@@ -46,7 +46,7 @@ choices: dict[str, str] = {}
 
 
 def available(device: torch.device) -> bool:
-    """True if the kernels run on `device`: a GPU, or any device under Triton's interpreter (TRITON_INTERPRET=1)."""
+    """Return whether the kernels run on `device`: a GPU, or any under Triton's interpreter (TRITON_INTERPRET=1)."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     try:
@@ -57,7 +57,7 @@ def available(device: torch.device) -> bool:
 
 
 def chosen(z_RV: Tensor, into_RV: Tensor | None, slopes: bool, softcap: float | None) -> bool:
-    """True if these kernels are to walk over chunks like `z_RV`, and not the compiled functions of `sparse`.
+    """Return whether these kernels walk over chunks like `z_RV`, and not the compiled functions of `sparse`.
 
     On a GPU both are timed once a process, on a few rows. Under torch.use_deterministic_algorithms it is always these,
     so that a resumed run does not depend on a clock.
@@ -100,7 +100,7 @@ def _faster(device: torch.device, size: int, kind: torch.dtype, slopes: bool, so
 
 
 def tail_stats(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> TailSums:
-    """`sparse.reduce_logits` in one pass.
+    """Compute `sparse.reduce_logits` in one pass.
 
     Args:
         z_RV: fp32; rows may lie apart.
@@ -154,7 +154,7 @@ def _launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None
 
 @functools.cache
 def _compiled(kernel: Callable[..., None]) -> Any:
-    """The kernel, ready to launch."""
+    """Return the kernel, ready to launch."""
     import triton
 
     globals()["tl"] = triton.language  # where Triton looks up the name

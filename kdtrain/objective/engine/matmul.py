@@ -61,7 +61,7 @@ class Products:
         self.wide_VD = self.narrow_VD if narrow and self.out_dtype else weight_VD.to(self.dtype)
 
     def logits(self, hidden_RD: Tensor, out_RV: Tensor) -> Tensor:
-        """h W^T in `self.dtype`, written to `out_RV`."""
+        """Return h W^T in `self.dtype`, written to `out_RV`."""
         if self.out_dtype:
             logits_RV: Tensor = torch.ops.aten.mm.dtype_out(hidden_RD, self.narrow_VD.T, self.dtype, out=out_RV)
             return logits_RV
@@ -117,7 +117,7 @@ class Products:
 
 
 def wide_product(left_ND: Tensor, right_OD: Tensor) -> Tensor:
-    """`left_ND @ right_OD^T` in at least fp32, not rounded below it; on a GPU 16-bit operands are not converted."""
+    """Return `left_ND @ right_OD^T` in at least fp32, not rounded below; on a GPU 16-bit operands are not converted."""
     kind = left_ND.dtype
     if left_ND.is_cuda and kind == right_OD.dtype and kind in (torch.bfloat16, torch.float16):
         return torch.mm(left_ND, right_OD.T, out_dtype=torch.float32)
@@ -132,7 +132,7 @@ def _add_product(into_BD: Tensor, left_BR: Tensor, right_RD: Tensor) -> None:
 
 @functools.cache
 def _adds_in_place(kind: torch.dtype, device: torch.device) -> bool:
-    """True if `_add_product` works on this GPU and rounds nothing: older releases of PyTorch refuse an fp32 sum."""
+    """Return whether `_add_product` works on this GPU and rounds nothing: older PyTorch refuses an fp32 sum."""
     into, ones = torch.full((64, 64), 1 + 2.0**-12, device=device), torch.ones(64, 64, dtype=kind, device=device)
     try:
         _add_product(into, ones, ones)  # 1 + 2^-12 is 1 in bf16
@@ -154,7 +154,7 @@ def _add(product: Tensor, into: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _rounding_inputs(settings: Any, kind: str, wanted: bool) -> Iterator[None]:
-    """Let a back end round the inputs of one fp32 product; the setting is that of the whole process."""
+    """Let a back end round the inputs of one fp32 product; the whole process has this setting."""
     before = wanted and settings.fp32_precision
     if wanted:
         settings.fp32_precision = kind
@@ -181,7 +181,7 @@ def _has_bf16() -> bool:
 
 @functools.cache
 def _onednn_is_exact() -> bool:
-    """True if oneDNN, allowed to round its inputs to bf16, still multiplies in full fp32 on this CPU."""
+    """Return whether oneDNN, allowed to round its inputs to bf16, still multiplies in full fp32 on this CPU."""
     if not _has_bf16() or torch.cpu._is_amx_tile_supported():
         return False
     # 1 + 2^-12 is 1 in bf16: a product that rounds its inputs gives exactly 64.
@@ -197,7 +197,7 @@ _lock = threading.Lock()
 
 
 def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Like `torch.empty`; on a CPU in a buffer that was returned under `name`, if one is large enough.
+    """Return memory as `torch.empty` does; on a CPU a buffer that was returned under `name`, if one is large enough.
 
     Linux zeroes each page of fresh memory at its first write, and PyTorch returns freed memory of this size at once.
     """
@@ -216,7 +216,7 @@ def take_buffer(name: str, *shape: int, dtype: torch.dtype, device: torch.device
 
 
 def take_rows(name: str, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """`take_buffer` of a matrix whose rows begin at multiples of 64 numbers, as a GPU's products need."""
+    """Return a `take_buffer` of a matrix whose rows begin at multiples of 64 numbers, as a GPU's products need."""
     return take_buffer(name, rows, -(-columns // 64) * 64, dtype=dtype, device=device)[:, :columns]
 
 
@@ -249,5 +249,5 @@ def more_graphs(compile: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def maybe_compiled(function: Callable[..., Any], compile: bool) -> Callable[..., Any]:
-    """`function`, or its compiled form, made once a process; `function` must be defined at the top of a module."""
+    """Return `function` or its compiled form, made once a process; it must be defined at the top of a module."""
     return _compiled(function) if compile else function

@@ -38,7 +38,7 @@ class TailSums(NamedTuple):
     """[R] sum exp(beta (z - top)) (z - top)."""
 
     def of_all(self, head: HeadPart, beta: Tensor) -> TailSums:
-        """Return the sums over all parts of the head, from those of each."""
+        """Return the sums over all parts of the head, from the sums of each part."""
         if head.group is None:
             return self
         top_R = head.largest(self.top)
@@ -50,7 +50,7 @@ class TailSums(NamedTuple):
         )
 
     def statistics(self, entries: Entries, beta: Tensor) -> tuple[Statistics, Tensor]:
-        """The statistics of a chunk in beta's dtype, and the slope of `tail_beta` in beta: the tail's mean z, [R]."""
+        """Return a chunk's statistics in beta's dtype, and the slope of `tail_beta` in beta: the tail's mean z, [R]."""
         top_R, mass_R, mass_beta_R, moment_R = (x.to(beta.dtype) for x in self)
         tail_beta_R = beta * top_R + mass_beta_R.log()
         kept_RK, label_R = entries.logits(beta.dtype)
@@ -59,7 +59,7 @@ class TailSums(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What the gradient in the logits of the tail needs, each [R]."""
+    """The numbers that the gradient in the logits of the tail needs, each [R]."""
 
     top: Tensor
     """The largest z outside the top-k."""
@@ -86,7 +86,7 @@ class Differentiated(NamedTuple):
 
 
 def reduce_logits(z_RV: Tensor, beta: Tensor, distils: bool, slopes: bool) -> TailSums:
-    """The sums of a chunk in two passes; unwanted ones are copies of the mass.
+    """Compute the sums of a chunk in two passes; unwanted sums are copies of the mass.
 
     distils: True with a teacher. slopes: True if the gradient in beta is wanted.
     """
@@ -110,7 +110,7 @@ def differentiate(
     head: HeadPart,
     dtype: torch.dtype,
 ) -> Differentiated:
-    """Value and gradients of the loss of a chunk: everything between the two passes over its logits.
+    """Compute value and gradients of the loss of a chunk: everything between the two passes over its logits.
 
     Args:
         beta: scalar, fp64.

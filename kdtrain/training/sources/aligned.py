@@ -20,7 +20,7 @@ from kdtrain.training.sources.source import Facts
 
 
 def aligned_facts(name: str, *, seq_len: int, document_mask: bool, size: int, codec: CodecSpec) -> Facts:
-    """What is known of a text in the tokens of a student before they are made.
+    """Return the facts of a text in a student's tokens before the tokens are made.
 
     size: entries of the student's tokenizer. codec: of the cache; tokens alone for an online teacher.
     """
@@ -80,7 +80,7 @@ class AlignedSource:
         return self.reader.read(indices.tolist())
 
     def taught_by(self, teacher: OnlineTeacher, device: torch.device) -> "AlignedSource":
-        """The same with an online teacher, loaded and prepared on `device`, that answers on its own tokens."""
+        """Return the same source with an online teacher, prepared on `device`, that answers on its own tokens."""
         taught, mask = copy.copy(self), self.facts.document_mask
         width = min(teacher.vocab_size, self.reader.view.record.sizes[0])
 

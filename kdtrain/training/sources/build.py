@@ -93,7 +93,7 @@ class StudentSource:
         return len(self.source)
 
     def order(self, seed: int) -> Order:
-        """That of the source."""
+        """Return the order of the source."""
         return order_of(self.source, seed)
 
     def read(self, indices: np.ndarray) -> Batch:

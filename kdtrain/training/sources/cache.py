@@ -47,7 +47,7 @@ class CachedSource:
 
 @register_source("cache")
 def open_cache(request: SourceRequest) -> CachedSource:
-    """A cache, or the packed tokens of --data."""
+    """Open a cache, or the packed tokens of --data."""
     if request.cache is None:
         raise UsageError("--source cache needs --cache FOLDER or --data SOURCE")
     return CachedSource(request.cache[request.split])

@@ -30,13 +30,13 @@ class CachedData(DataPlan):
 
 @register_plan("cached")
 def cached_data(request: PlanRequest) -> CachedData:
-    """The data of --cache, or of another --source."""
+    """Plan the data of --cache, or of another --source."""
     with raise_on_all_ranks():
         return CachedData(request.config, request.config.cache)
 
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | LocalCache]) -> dict[str, Source]:
-    """The splits train and validation of the caches in `places`, or of another --source."""
+    """Open the splits train and validation of the caches in `places`, or of another --source."""
     caches: list[LocalCache | None] = [
         each if isinstance(each, LocalCache) else open_cache(each) for each in places
     ] or [None]

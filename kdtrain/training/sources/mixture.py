@@ -38,7 +38,7 @@ class MixtureSource:
         return sum(self.mixture.sizes)
 
     def meet(self, student: Any, teacher: Any) -> None:
-        """Hand both to the members."""
+        """Hand the student and the teacher to the members."""
         for each in self.members:
             meet(each, student, teacher)
 
@@ -97,7 +97,7 @@ def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dic
 
 
 def _common(members: list[Facts]) -> dict[str, Any]:
-    """The facts of the members together. UsageError: they cannot be mixed."""
+    """Return the facts that the members have together. UsageError: they cannot be mixed."""
     taught = [each for each in members if each.targets != "none"]
     for number, each in enumerate(members):
         for other in members[:number]:
@@ -133,7 +133,7 @@ def _common(members: list[Facts]) -> dict[str, Any]:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """The shortest ends of these paths that are all different, as names of metrics."""
+    """Return the shortest ends of these paths that are all different, as names of metrics."""
     parts = [[part for part in name.split("/") if part] or [name] for name in names]
     for length in range(1, max(map(len, parts)) + 1):
         short = [printable("-".join(each[-length:]))[-60:] for each in parts]

@@ -34,7 +34,7 @@ Ordered = Callable[[CacheSettings, LocalCache], tuple[CacheSettings, Rows, Calla
 
 
 class DataPlan:
-    """Where the sequences of a run come from."""
+    """The plan of a run's data: where its sequences come from."""
 
     facts: Facts | None = None
     """None for text, of which more is known when it is packed."""
@@ -44,21 +44,21 @@ class DataPlan:
     """Options in place of those given, with which the run would read the same data again."""
 
     def masked(self) -> bool:
-        """Whether documents are kept apart."""
+        """Return whether documents are kept apart."""
         return self.facts is not None and self.facts.document_mask
 
     def refuse_no_rows(self) -> None:
-        """UsageError: a text gives a split no sequence, which is seen before a teacher is loaded."""
+        """Raise a UsageError if a text gives a split no sequence, which is seen before a teacher is loaded."""
 
     def cost(self, validation: int) -> Mapping[str, Any]:
-        """Rows of --dry-run: what the data cost beside the training. validation: sequences of that split."""
+        """Return rows of --dry-run: what the data cost beside the training. validation: sequences of that split."""
         return {}
 
     def finish(self) -> None:
         """End what runs beside the training, which has read all that it reads."""
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        """The splits train and validation, and sequences for validation in the teacher's own tokens.
+        """Open the splits train and validation, and sequences for validation in the teacher's own tokens.
 
         Validation may be of another plan (`PlanRequest.next`). Every rank calls it, once the folder is the run's.
         resumed: whether that holds an earlier part of this run.
@@ -70,7 +70,7 @@ class DataPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What the data of a run are planned for."""
+    """The run whose data are planned."""
 
     config: DistillConfig
     student: ModelSpec
@@ -87,11 +87,11 @@ class PlanRequest:
     """The plans that are left, the next one first."""
 
     def first_epoch(self, sequences: int) -> np.ndarray:
-        """The order in which the run reads so many sequences first."""
+        """Return the order in which the run reads so many sequences first."""
         return permutation(self.config.seed, 0, sequences)
 
     def stopping(self) -> bool:
-        """Whether the run is to stop, so that nothing must wait any longer."""
+        """Return whether the run is to stop, so that nothing must wait any longer."""
         return asked_to_stop()
 
     def next(self) -> DataPlan:
@@ -101,7 +101,7 @@ class PlanRequest:
 
 
 def register_plan(name: str) -> Callable[[T], T]:
-    """Decorator: make a function, or a class, the plan that a section of options names as its `data_plan`.
+    """Return a decorator that makes a function, or a class, the plan that a section of options names as `data_plan`.
 
     Every rank calls it with a `PlanRequest`; what may fail on one alone stands in `ranks.raise_on_all_ranks`.
     """

@@ -24,7 +24,7 @@ from kdtrain.objective.batch import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a run must know of its data before it builds anything."""
+    """The facts of a run's data that it needs before it builds anything."""
 
     name: str
     """What messages call it, such as the cache's folder."""
@@ -62,7 +62,7 @@ class Facts:
     """Of a mixture, its members by short names, in order; empty for one source alone."""
 
     def term(self, divergence: str) -> str:
-        """What the teacher's part of the loss is called: the divergence, or across tokenizers what is compared."""
+        """Name the teacher's part of the loss: the divergence, or across tokenizers the compared terms."""
         return "+".join((self.alignment or {}).get("terms", ())) or divergence
 
     @property
@@ -89,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Member:
-    """What a mixture has of one source."""
+    """The part of a mixture that is one source."""
 
     facts: Facts
     place: range
@@ -108,7 +108,7 @@ class Growing(Protocol):
     """
 
     def state_dict(self, sequences: int) -> dict[str, Any]:
-        """What the first `sequences` of the order were read from, in numbers and strings: a part of a checkpoint."""
+        """Return what the first `sequences` of the order were read from, in numbers and strings, for a checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class Source(Protocol):
 
 
 def order_of(source: Source, seed: int) -> Order:
-    """The order in which a run with this seed reads `source`."""
+    """Return the order in which a run with this seed reads `source`."""
     own: Callable[[int], Order] | None = getattr(source, "order", None)
     return Order.shuffled(seed, len(source)) if own is None else own(seed)
 
@@ -179,7 +179,7 @@ class Feed:
         self.source, self.indices, self.micro, self.expected = source, indices, micro, expected
 
     def steps(self) -> Iterator[Iterator[Batch]]:
-        """For each step, yield an iterator over its micro-batches; the caller must exhaust it."""
+        """Yield for each step an iterator over its micro-batches; the caller must exhaust it."""
         batches = self._read_ahead() if self.source.overlaps else map(self.source.read, self._micro_batches())
         for step in itertools.count():
             yield itertools.islice(batches, len(self.indices(step)) // self.micro)
@@ -207,7 +207,7 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRequest:
-    """What a source is opened for."""
+    """The split, cache and seed for which a source is opened."""
 
     split: str
     """train or validation."""
@@ -221,7 +221,7 @@ Opener = Callable[[SourceRequest], Source]
 
 
 def register_source(name: str, *, help: str = "") -> Callable[[Opener], Opener]:
-    """Decorator: make a function, or a class, the source that `--source NAME` opens.
+    """Return a decorator that makes a function, or a class, the source that `--source NAME` opens.
 
     It is called once a split with a `SourceRequest` and returns a `Source`.
 
