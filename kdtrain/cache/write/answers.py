@@ -44,7 +44,7 @@ class ShardRows:
 
     @classmethod
     def of(cls, split: str, shard: int, first: int, rows: Sequence[PackedRow]) -> "ShardRows":
-        """The rows of the shard with this number."""
+        """Make the rows of the shard with this number."""
         return cls(
             name=cache_format.shard_name(split, shard),
             split=split,
@@ -71,7 +71,7 @@ class ShardRows:
 
 
 class ShardAnswers:
-    """Fills a shard, a batch after the other; as it is, with what the rows bring (`PackedRow.kept`)."""
+    """Fills a shard, one batch after the other; this class fills it with the rows' own arrays (`PackedRow.kept`)."""
 
     logits: Logits | None = None
     """For a measurement of the fidelity; None where whole distributions are not known."""
@@ -83,11 +83,11 @@ class ShardAnswers:
     """Makes the manifest's `capture` of the held sample."""
 
     def session(self, shard: ShardRows) -> AbstractContextManager[None]:
-        """Entered around `rows` of all rows of a shard, in order; after an error at its end the shard is not kept."""
+        """Return a context around `rows` of all rows of a shard, in order; an error at its end drops the shard."""
         return nullcontext()
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """A batch, with what the teacher wrote into it if it does, and what encodes its answers."""
+        """Return a batch, with any text that the teacher wrote into it, and the function that encodes its answers."""
         return rows, lambda: rows.kept
 
 
@@ -141,14 +141,14 @@ class LogitAnswers(ShardAnswers):
         self._side = SideStream()
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """As `ShardAnswers.rows`."""
+        """Return a batch as `ShardAnswers.rows` does, with the teacher's logits to encode."""
         tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
         segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self._settings.document_mask else None
         with torch.no_grad():
             return self.encoded(rows, self.logits(tokens_BT, segments_BT))
 
     def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
-        """What `rows` returns of a batch with these logits."""
+        """Return for these logits what `rows` returns."""
         settings, held, ready = self._settings, [logits_BTV], self._side.ready(logits_BTV)
         assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
 
