@@ -33,7 +33,7 @@ from kdtrain.tables import show
 
 
 def main(config: GenerateConfig) -> int:
-    """Print the prompt and its continuation, token by token; with `--json` one object at the end.
+    """Print the prompt and its continuation, token by token; with `--json` print one object at the end.
 
     UsageError: the student has no tokenizer, or the prompt no tokens or too many. RunError: the logits are non-finite.
     """
@@ -58,7 +58,7 @@ def main(config: GenerateConfig) -> int:
 
 
 def chat(config: ChatConfig) -> int:
-    """Answer each turn that a user types, or each line of stdin, until these end; with `--json` one object then.
+    """Answer each turn that a user types, or each line of stdin, until they end; with `--json` print one object then.
 
     UsageError: a model has no chat template, or a turn cannot be read. RunError: the logits are non-finite.
     """
@@ -130,7 +130,7 @@ class _Writer:
         return self._held.enter_context(closing(Encoder(self.tokenizer, Masks("", 0), opening=True)))
 
     def rendered(self, messages: Messages, hint: str = "") -> list[int]:
-        """The tokens of a conversation up to an answer. UsageError, with the hint: the template refuses it."""
+        """Return the tokens of a conversation up to an answer. UsageError, with the hint: the template refuses it."""
         self._encoder.masks = Masks("", 0)
         prompt = self._encoder.prompt(Document(f"{self.name}{hint}", messages=messages))
         self._encoder.masks.refuse_none()
@@ -191,7 +191,7 @@ class _Talker(_Writer):
             self.ends |= {*[each for each in whole[same:] if each in special and special[each].special][:1]}
 
     def answer(self, line: str, row: int, title: str) -> None:
-        """Answer a turn of the user; of an answer that is interrupted the conversation has what was written."""
+        """Answer a turn of the user; if the answer is interrupted, the conversation keeps the part written so far."""
         _refuse_bytes(line, "the turn")
         messages, most = [*self._messages, {"role": "user", "content": line}], self._config.max_new_tokens
         room = self.positions - min(most, self.positions // 2)

@@ -64,7 +64,7 @@ def main(config: VerifyConfig) -> int:
 
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Whether a sound cache can be right: a record, what is wrong, and a page."""
+    """Check whether a sound cache can be right: return a record, the findings, and a page."""
     cache = open_cache(config.path)
     seen = look(cache)
     if seen is None:
