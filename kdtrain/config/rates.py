@@ -33,5 +33,5 @@ WORDS: dict[Kind, str] = {"fresh": "fresh weights", "pretrained": "pretrained we
 
 
 def rate_of(kind: Kind, parameters: float) -> Rate:
-    """The row for a student of `parameters`."""
+    """Return the row for a student of `parameters`."""
     return next(each for each in RATES[kind] if parameters <= each.parameters)
