@@ -107,7 +107,7 @@ def reason(error: BaseException) -> str:
 
 
 def advice(error: OSError) -> str:
-    """Return what to do about a full disk, as the end of a line; empty for other errors."""
+    """Return the advice for a full disk, as the end of a line; empty for other errors."""
     return f"; {known} and run it again" if (known := _ADVICE.get(error.errno or 0)) else ""
 
 

@@ -89,8 +89,7 @@ def read_text(path: Path, limit: int = SMALL) -> str:
 
 
 def read_json(path: Path, kind: type[T], limit: int = SMALL) -> T:
-    """Read the JSON record in `path` as a `kind`, see `typed`. OSError, ValueError: as `read_text`, or no such record.
-    """
+    """Read the JSON record in `path` as a `kind` (`typed`). OSError, ValueError: as `read_text`, or it does not fit."""
     return typed(parse_json(read_text(path, limit)), kind)
 
 
@@ -282,7 +281,7 @@ def remove_link(path: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file that kdtrain wrote, if it is there; a link itself, never what it points to."""
+    """Remove a file that kdtrain wrote, if it is there; of a link the link itself, never its target."""
     path.unlink(missing_ok=True)
 
 
@@ -406,7 +405,7 @@ def is_mount(path: Path) -> bool:
 
 
 def refuse_displacing(folder: Path, needed: Mapping[str, Path | str | None]) -> None:
-    """Refuse to move or replace a folder if it is a link or a mount point, or if the command needs what is in it.
+    """Refuse to move or replace a folder if it is a link or a mount point, or if the command needs its contents.
 
     needed: paths by the words that name them; what does not exist does not count. The current directory is needed, too:
     a relative path would lead into the folder that was moved.
@@ -501,7 +500,7 @@ def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
 
 
 def sweep(folder: Path, of: str | None = None) -> None:
-    """Remove the temporary files that killed commands left in a folder; what cannot be removed stays.
+    """Remove the temporary files that killed commands left in a folder; a file that cannot be removed stays.
 
     of: only those for the file or folder of this name, in a folder that is not of kdtrain alone. The caller holds the
     lock of all that write them.

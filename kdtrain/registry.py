@@ -108,7 +108,7 @@ class Registry:
     def registers(
         self, name: str, help: str, make: Callable[[Any], Any] = lambda source: source, traits: Collection[str] = ()
     ) -> Callable[[T], T]:
-        """Return a decorator that adds, by `add`, a function or class, or what `make` makes of it."""
+        """Return a decorator that registers, as `add` does, a function or class, or what `make` makes of it."""
 
         def register(source: T) -> T:
             self.add(name, make(source), source, help, traits)
@@ -169,7 +169,7 @@ class Registry:
         return dict(sorted(self.entries.items()))
 
     def forget(self, package: str, module: str) -> None:
-        """Remove what a package has registered: by one of its entry points, or by a module beside or below `module`."""
+        """Remove a package's entries: of one of its entry points, or of a module in the package that `module` is in."""
         for name, source in [*self.modules.items()]:
             root, of = source.partition(".")[0], map(_package, self._packages.get(name, []))
             if root != "kdtrain" and (root == module.partition(".")[0] or package in of):

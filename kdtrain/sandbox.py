@@ -75,7 +75,7 @@ class Sandbox:
 
 
 def _serve(answer: Answer, memory: int, connection: Connection, parents: Connection) -> None:
-    """Answer until the parent is gone. The kernel enforces the limits, even while Python code is stuck."""
+    """Answer requests until the parent is gone. The kernel enforces the limits, even while Python code is stuck."""
     parents.close()  # or the child would not notice the end of the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     for each in (signal.SIGTERM, signal.SIGPROF):
@@ -100,7 +100,7 @@ def _serve(answer: Answer, memory: int, connection: Connection, parents: Connect
 
 
 def home() -> Path:
-    """Return the folder for what kdtrain fetches and notes, which need not exist. UsageError: this user has none."""
+    """Return the folder for fetched files and notes, which need not exist. UsageError: this user has none."""
     try:
         return Path(os.environ.get("KDTRAIN_HOME") or Path.home() / ".cache" / "kdtrain")
     except RuntimeError:

@@ -60,7 +60,7 @@ def facts_table(facts: Mapping[str, str]) -> Table:
 
 
 def show(page: str | Iterable[Part], record: Mapping[str, Any], as_json: bool, wrapped: bool = False) -> None:
-    """Print a result on stdout, on rank 0: one JSON object, or a page; below a title alone the record as facts."""
+    """Print a result on stdout, on rank 0: one JSON object, or a page; a title alone precedes the record as facts."""
     if as_json and is_main():
         print(json.dumps(finite(dict(record))))
     elif not as_json:

@@ -294,7 +294,7 @@ class Store:
         return gone
 
     def aside(self) -> list[Path]:
-        """Return set-aside checkpoints, oldest first, without those that a kill between a save's renames left."""
+        """Return set-aside checkpoints, oldest first, except ones that a kill between a save's renames left."""
         return [path for path in aside_in(self.folder) if not path.name.endswith(_REPLACED)]
 
     def _kept(self, protected: Collection[str]) -> set[str]:

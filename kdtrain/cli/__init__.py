@@ -176,7 +176,7 @@ def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
 
 
 def missing(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield each path of a configuration that leads nowhere, with what is wrong with it."""
+    """Yield each path of a configuration that leads nowhere, with its mistake."""
     options, tables = options_of(type(config)), sections(config).values()
     given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
     for name, value in given.items():

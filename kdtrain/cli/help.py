@@ -58,7 +58,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
 
 
 def _name(option: Option) -> str:
-    """Return the option as users type it, with what stands for its value."""
+    """Return the option as users type it, with the placeholder of its value."""
     if option.positional:
         return f"{option.flag} ..." if words_wanted(option.kind) is None else option.flag
     if option.switch:

@@ -167,7 +167,7 @@ class _Line:
             before.append(Given(words))
 
     def _no_option(self, word: str, values: list[str]) -> int:
-        """Note that `word` is not an option, and what it may stand for; return how many values were meant for it."""
+        """Note that `word` is not an option, and which one it may mean; return how many values were meant for it."""
         self.unknown = True
         name = word.lstrip("-").replace("-", "_")
         if name.startswith("no_") and name[3:] in self.options:

@@ -18,7 +18,7 @@ from kdtrain.registry import Registry
 
 
 def main(config: CompletionConfig) -> int:
-    """Print the script."""
+    """Print the script of the shell."""
     print(SCRIPTS[config.shell](), end="")
     return 0
 

@@ -53,7 +53,7 @@ from kdtrain.training.validate import calibration, summary, validate
 
 
 def main(config: EvaluateConfig) -> int:
-    """Print loss, perplexity, KL, agreement, calibration and acceptance of each student, and record those of runs.
+    """Print loss, perplexity, KL, agreement, calibration and acceptance of each student; record them for runs.
 
     UsageError, RunError: as `evaluate`.
     """
@@ -70,7 +70,7 @@ def main(config: EvaluateConfig) -> int:
 
 
 def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
-    """Measure one student, and record it where it is a run's: what `kdtrain evaluate --json` prints.
+    """Measure one student, and record the numbers if it is a run's; return the object of `kdtrain evaluate --json`.
 
     UsageError: student, teacher and data do not fit together. RunError: the loss is non-finite.
     """
@@ -172,7 +172,7 @@ def _source(
     mode: str,
     student: SplitModel,
 ) -> Iterator[tuple[Source, dict[str, Any], OnlineTeacher | None]]:
-    """Yield what to measure on, its name and its teacher: a split of a cache, or text packed in a temporary folder."""
+    """Yield the source to measure on, its name and its teacher: a split of a cache, or text packed for the block."""
     teacher: OnlineTeacher | None = None
     vocab_size = student.vocab_size
     checks: list[Callable[[int, bool], None]] = [partial(check_fits, student, name)]

@@ -103,7 +103,7 @@ def chat(config: ChatConfig) -> int:
 
 
 class _Writer:
-    """A model that continues tokens, with its tokenizer and its end tokens; what it holds ends with `held`.
+    """A model that continues tokens, with its tokenizer and its end tokens; `held` frees its resources.
 
     kind: whose names ship, for `read_spec`.
     """
@@ -137,7 +137,7 @@ class _Writer:
         return prompt
 
     def write(self, prompt: list[int], most: int, title: str, row: int = 0) -> None:
-        """Write `text` behind `prompt`, on stdout without `--json`, behind a title: each part as soon as it is whole.
+        """Write the continuation of `prompt` into `text`; without `--json` to stdout, after a title, as it grows.
 
         row: that of its draws. UsageError: the model cannot read the prompt.
         """
@@ -167,7 +167,7 @@ class _Writer:
         return logits_BV
 
     def _say(self, text: str) -> None:
-        """Print a text without control characters but for line breaks and tabs: a model may write any."""
+        """Print a text without control characters except line breaks and tabs: a model may write any."""
         if not self._config.json:
             print("".join(each if each in "\n\t" else printable(each) for each in text), end="", flush=True)
 

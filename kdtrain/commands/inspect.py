@@ -44,7 +44,7 @@ _PARENTS = 50
 
 
 def main(config: InspectConfig) -> int:
-    """Print the page.
+    """Print the page of the path, or of this machine.
 
     Raises:
         UsageError: the path is none of what is shown, or a damaged cache.
@@ -162,7 +162,7 @@ def _cache(path: Path) -> _Found:
 
 
 def _remote(address: Address) -> _Found:
-    """Describe a cache elsewhere; fetches its manifest alone."""
+    """Describe a remote cache from its manifest, the only file that is fetched."""
     from kdtrain.cache.read.remote import open_remote  # with the reader's torch
 
     remote = open_remote(address)
@@ -172,7 +172,7 @@ def _remote(address: Address) -> _Found:
 
 
 def _cache_record(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return what `--json` prints of a cache."""
+    """Return the facts that `--json` prints of a cache."""
     settings = manifest.settings
     optional = ("weights_cost", "generated", "text_counts", "origin", "parents")
     return {
@@ -365,7 +365,7 @@ def _run_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run_record(path: Path) -> dict[str, Any]:
-    """Return what `--json` prints of a run."""
+    """Return the facts that `--json` prints of a run."""
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
     rows = {entry.name: _row(store, entry) for entry in store.entries(apart=True)}

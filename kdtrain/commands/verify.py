@@ -24,7 +24,7 @@ from kdtrain.tokenizers.view_format import OWN, own_data, verify_view
 
 
 def main(config: VerifyConfig) -> int:
-    """Print what is damaged or cannot be right; return 0 if nothing is, else 1.
+    """Print the files that are damaged and the numbers that cannot be right; return 0 without any, else 1.
 
     Raises:
         UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired.

@@ -153,6 +153,6 @@ def _members(kind: Any) -> list[str]:
 
 
 def _described(kind: Any, names: dict[type, str], path: str) -> list[str]:
-    """Return what `names` calls each alternative of a kind that it knows, and `path` for each kind of path."""
+    """Return the word in `names` for each alternative of a kind that has one, and `path` for each kind of path."""
     found = [names.get(each, path if hasattr(each, "__fspath__") else "") for each in alternatives(kind)]
     return [each for each in found if each]

@@ -15,7 +15,7 @@ Kind = Literal["fresh", "pretrained", "lora"]
 
 
 class Rate(NamedTuple):
-    """A row of the table."""
+    """A learning rate for students up to a size: a row of `RATES`."""
 
     parameters: float
     """It is for students of at most this many parameters."""

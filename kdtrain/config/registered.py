@@ -25,7 +25,7 @@ Maker = TypeVar("Maker", bound=Callable[[Any], Any])
 
 @dataclass(frozen=True)
 class Command:
-    """A command."""
+    """A registered command."""
 
     config: type
     """Its configuration, whose fields are its options."""

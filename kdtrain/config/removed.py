@@ -61,7 +61,7 @@ def removed_from(command: str) -> dict[str, Removed]:
 
 
 def answers(command: str, given: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return what replaces each removed option of a command line, whose options are given with their values."""
+    """Return the replacement of each removed option of a command line, whose options are given with their values."""
     known = removed_from(command)
     names = ((f"{name} {value}", name, name.removeprefix("no_")) for name, value in given)
     keys = dict.fromkeys(key for each in names for key in [key for key in each if key in known][:1])

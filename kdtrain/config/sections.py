@@ -211,7 +211,7 @@ class ObjectiveConfig(Options):
 
     @property
     def first_alpha(self) -> float:
-        """Alpha before the first step; of auto, while nothing is measured."""
+        """Alpha before the first step; for `auto`, its value before anything is measured."""
         return FIXED_ALPHA if self.alpha == "auto" else self.alpha
 
 
@@ -247,7 +247,7 @@ class OptimizerConfig(Options):
 
     @property
     def peak_lr(self) -> float:
-        """The number of `lr`, which a resolved run has."""
+        """`lr` as the number that it is in a resolved run."""
         assert not isinstance(self.lr, str), "the run is not resolved"
         return self.lr
 
@@ -392,7 +392,7 @@ class MonitorConfig(Options):
 
     @property
     def loggers(self) -> list[tuple[str, str]]:
-        """Return the name and the text of each logger of `--log-to`."""
+        """The name and the text of each logger of `--log-to`."""
         if self.log_to.strip() == "auto":
             installed = importlib.util.find_spec("tensorboard") and "tensorboard" in LOGGERS.names()
             return [("tensorboard", "")] if installed else []

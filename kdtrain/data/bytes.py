@@ -115,7 +115,7 @@ class TokenBytes:
 
     @functools.cached_property
     def lengths(self) -> _Array:
-        """int64 [V] bytes of each token."""
+        """int64 [V], the bytes of each token."""
         return np.diff(self.starts)
 
     def join(self, tokens: _Array) -> _Array:

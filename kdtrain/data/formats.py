@@ -116,7 +116,7 @@ class Tally:
         return ", ".join(f"{n:,} {reason} (first: {self.first[reason]})" for reason, n in self.reasons.most_common())
 
     def report(self) -> None:
-        """Log the format and what was left out; nothing of plain text that was all read."""
+        """Log the format and the rows left out; nothing for plain text of which all rows were read."""
         line = f"{self.source}: read as {self.form.name} ({', '.join(self.form.columns)}): "
         line += f"{self.kept:,} of {self.kept + self.reasons.total():,} rows"
         line += f"; left out {self.why()}" if self.reasons else ""
@@ -187,7 +187,7 @@ def first_columns(path: Path) -> tuple[list[str], bool]:
 
 
 def column_hint(names: Collection[str], option: str) -> str:
-    """Return what to do where a column is missing."""
+    """Return the advice for a missing column."""
     there = ", ".join(map(printable, names))
     return f"give {option} {there}" if len(names) == 1 else f"name one of {there} with {option}"
 

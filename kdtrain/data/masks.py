@@ -110,7 +110,7 @@ class Masks:
                 log.info("  | ... and %d lines more", len(lines) - _SHOWN)
 
     def report(self) -> None:
-        """Log how many tokens count, what was left out, and masks that look wrong."""
+        """Log how many tokens count, the conversations left out, and masks that look wrong."""
         if self._split and (number := self.counts.get(self._split, {}).get(SPELLED)):
             log.warning("%s: %s %s; --parse-special-tokens makes them tokens", self._split, f"{number:,}", SPELLED)
         if not self._split or not self.documents:

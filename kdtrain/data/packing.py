@@ -80,7 +80,7 @@ def pack(
 def packed_rows(
     data: DataConfig, split: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, masks: Masks | None = None
 ) -> Iterator[PackedRow]:
-    """Yield the first `limit` packed rows of a split; log what counts in the loss. UsageError: there are none."""
+    """Yield the first `limit` packed rows of a split; log which tokens count. UsageError: there are none."""
     options = {name: getattr(data, name) for name in ("num_workers", "document_mask", "parse_special_tokens")}
     options["whole"] = getattr(tokenizer, "pinned", {}).get("packing") == WHOLE  # see `build_cache.pin_text`
     masks = masks or Masks(split, data.seq_len)

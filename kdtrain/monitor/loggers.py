@@ -24,7 +24,7 @@ class Histogram:
 
 
 class Logger:
-    """A place that shows a run by step; a logger overrides what it can show. Rank 0 alone makes one.
+    """A place that shows a run by step; a subclass overrides the methods that it supports. Rank 0 alone makes one.
 
     Args:
         folder: the run.

@@ -18,7 +18,7 @@ _MOST = 64
 
 @dataclass(frozen=True)
 class Measure:
-    """The way to show a number of a run."""
+    """The label and the format of a number of a run."""
 
     label: str
     """With its unit at the end."""
@@ -103,7 +103,7 @@ def text_of(found: Mapping[str, Any]) -> str:
 
 
 def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield which text, teacher and checkpoint the test numbers of runs are of."""
+    """Yield the text, teacher and checkpoint that the test numbers of runs are of."""
     texts, steps = sorted(set(map(text_of, found))), {str(each.get("checkpoint")) for each in found}
     if found:
         at = min(steps) if len(steps) == 1 else "the checkpoint that was best then"
@@ -113,7 +113,7 @@ def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
-    """Yield what `evaluate` last measured of each checkpoint on each text: a column each, beyond three a row each."""
+    """Yield the last numbers of `evaluate` for each checkpoint and text: a column each, beyond three a row each."""
     unique = {f"{each.get('student')} {each.get('checkpoint')} {text_of(each)}": each for each in found}
     last = list(unique.values())[-_MOST:]
     order = ["student", "checkpoint", "split", "cache", "data", "teacher", "sequences", "date", *EVALUATED]

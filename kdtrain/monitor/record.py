@@ -51,7 +51,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has logged."""
+    """The logs of a run, as read from its folder."""
 
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The options of config.toml by section."""
@@ -106,7 +106,7 @@ class RunRecord:
 
     @property
     def test(self) -> dict[str, Any]:
-        """What `evaluate` measured last on a test split; empty without one."""
+        """The last numbers of `evaluate` on a test split; empty without one."""
         return next((each for each in reversed(self.evaluations) if each.get("split") == "test"), {})
 
     @property
@@ -156,7 +156,7 @@ def events(folder: Path, last: int | None = None) -> Iterator[Event]:
 
 
 def add_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
-    """Append what `evaluate` measured to the record of a run. RunError: it cannot be written."""
+    """Append the numbers of `evaluate` to the record of a run. RunError: it cannot be written."""
     line = json.dumps(finite({"date": time.strftime("%Y-%m-%d"), **found})) + "\n"
     with writing(folder / EVALUATIONS), open(folder / EVALUATIONS, "a", encoding="utf-8") as file:
         file.write(line)

@@ -153,7 +153,7 @@ Test = Callable[[Signs], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """Makes a function of `Signs` a rule, whose kind is the function's name: a decorator."""
+    """A decorator that makes a function of `Signs` a rule, whose kind is the function's name."""
 
     knob: str
     each_step: bool = False
@@ -405,7 +405,7 @@ def newest_mib(checkpoints: Path) -> float | None:
 
 
 def _seconds(line: Line) -> float | None:
-    """Return how long a step took, with what ran since the one before; None where it is not known."""
+    """Return the duration of a step, with the work since the step before; None where it is not known."""
     rate, tokens = as_finite(line.get("tok/s_last")), as_finite(line.get("tokens"))
     return tokens / rate if rate and tokens else None
 

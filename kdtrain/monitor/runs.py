@@ -66,13 +66,13 @@ class LoggedRun:
 
     @property
     def tokenizer(self) -> str | None:
-        """The digest of the tokenizer of its training tokens, where the run states it."""
+        """The digest of the tokenizer of the training tokens, where the run states it."""
         found = self.record.environment.get("tokenizer")
         return found if isinstance(found, str) else None
 
     @property
     def estimator(self) -> Any:
-        """What the KL of the validations was measured from, as text; None where the run does not state it."""
+        """The source of the validations' KL, as text; None where the run does not state it."""
         found = self.record.environment.get("kl_estimator")
         return found and printable(str(found))[:80]
 
@@ -82,7 +82,7 @@ class LoggedRun:
         return [name for name in self.options if name not in _NOT_COMPARED]
 
     def identity(self, option: str) -> str:
-        """Return the value of an option, comparable over machines: a cache's digest, what a student was built of."""
+        """Return the value of an option, comparable over machines: a cache's digest, a student's description."""
         value = self.options.get(option)
         if option == "cache" and self.cache is not None:
             value = self.cache

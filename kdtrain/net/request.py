@@ -50,7 +50,7 @@ _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
 
 
 class Passing(Exception):
-    """A failure that may pass. wait: seconds that the server asks for. far: no server was reached."""
+    """A failure that may pass. wait: seconds that the server asks to wait. far: no server was reached."""
 
     def __init__(self, text: str, wait: float | None = None, far: bool = False) -> None:
         super().__init__(text)
@@ -145,7 +145,7 @@ def retry_after(answer: requests.Response) -> float | None:
 
 
 def pause(retry: Retry, problem: str, what: str, *, wait: float | None = None, far: bool = False) -> Retry:
-    """Wait before another attempt, and return what is left of `retry`. Unreachable: nothing is left.
+    """Wait before another attempt, and return the remaining `retry`. Unreachable: nothing remains.
 
     wait: seconds that the server asks for. far: no server was reached.
     """

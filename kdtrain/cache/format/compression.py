@@ -144,7 +144,8 @@ class Predictor:
 
     @cached_property
     def _solved(self) -> np.ndarray:
-        """[M, F + M] fp32: L at the knots, slopes, mean and deviation are this times (features, distances in steps)."""
+        """[M, F + M] fp32 matrix: times (features, distances in steps) it is L at the knots, slopes, mean, deviation.
+        """
         width = self.weights.shape[1] - len(self.weights)
         weights = self.weights.astype(np.float64)
         inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
@@ -204,7 +205,7 @@ MIN_COUNT = 3
 
 @dataclass(frozen=True)
 class Dictionary:
-    """The lists of one shard. `absent` is the id of an absent entry, before and after coding."""
+    """The lists of ids of one shard. `absent` is the id of an absent entry, before and after coding."""
 
     context_row: np.ndarray
     """[V] unsigned: the row of candidates for a token just read; row 0 is empty."""
@@ -326,7 +327,7 @@ def logprobs_of(codes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Coding:
-    """How the sequences of one shard are stored: the codec, its lists and its weights."""
+    """The coding of one shard's sequences: the codec, its lists and its weights."""
 
     spec: CodecSpec
     dictionary: Dictionary

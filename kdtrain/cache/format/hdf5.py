@@ -407,7 +407,7 @@ _LEAST_CHUNK = 40  # least bytes of a chunk in a B-tree
 
 
 class _Expected:
-    """A data set as the format defines it: `number` sequences of `each`, or with None, all of `each`."""
+    """A data set as the format defines it: `number` sequences of `each`; with None, all of `each`."""
 
     def __init__(self, name: str, each: DatasetLayout, number: int | None = None) -> None:
         self.name, self.dtype, self.bits, self.block = name, each.dtype, each.bits, each.block

@@ -246,7 +246,7 @@ class Manifest:
 
     @property
     def codec(self) -> CodecSpec:
-        """How a distribution is kept."""
+        """The codec in which each distribution is stored."""
         return self.settings.codec
 
     @property

@@ -61,7 +61,7 @@ def grid_offset(sampling: str | None) -> Fraction | None:
 
 @dataclass(frozen=True)
 class DatasetLayout:
-    """One data set of the format: everything after its leading n."""
+    """The layout of one data set of the format, without its leading dimension n."""
 
     shape: tuple[int, ...]
     """Without n."""
@@ -89,7 +89,7 @@ class DatasetLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecKind:
-    """What the format states of a codec; its arithmetic is in `codec.ARITHMETIC`."""
+    """The properties of a codec that the format needs; its arithmetic is in `codec.ARITHMETIC`."""
 
     contents: Callable[["CodecSpec"], str]
     """What is kept of each distribution, in words."""
@@ -202,12 +202,12 @@ class CodecSpec:
 
     @property
     def taught(self) -> bool:
-        """Whether anything of a teacher is kept."""
+        """True if any numbers of a teacher are kept."""
         return CODECS[self.kind].taught
 
     @property
     def coded(self) -> bool:
-        """Whether entries and a tail are kept, as codes (`CodecKind.coded`)."""
+        """True if entries and a tail are kept, as codes (`CodecKind.coded`)."""
         return CODECS[self.kind].coded
 
     @property

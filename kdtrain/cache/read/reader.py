@@ -148,7 +148,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     @property
     def collator(self) -> Collator:
-        """What all sequences have in common, for a `Student` that gets the data set too."""
+        """The properties that all sequences share, for a `Student` that gets the data set too."""
         codec = self.manifest.codec
         return Collator((codec.knots, codec.num_samples) if codec.coded else None)
 

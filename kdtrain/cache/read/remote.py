@@ -249,7 +249,7 @@ def _pinned(address: Address, path: Path, connected: bool) -> Remote:
 
 
 class _Name(TypedDict):
-    """What an address meant when it was last read."""
+    """The cache that an address led to when it was last read."""
 
     address: Annotated[str, Meta(max_length=4000)]
     cache: Digest

@@ -148,7 +148,7 @@ def _origin(origin: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parent_lines(manifest: Manifest, most: int) -> Iterator[str]:
-    """Yield a line for each cache that this one was merged or cut from: what it took of it."""
+    """Yield a line for each cache that this one was merged or cut from, with the part it took."""
     parents = manifest.parents or []
     yield from map(_parent, parents[:most])
     if (more := len(parents) - most) > 0:
@@ -218,7 +218,7 @@ def _in_words(angle: float, ratio: float, tokens: int) -> tuple[str, str]:
 
 
 def _word(angle: float, ratio: float) -> str:
-    """Return a word for a gradient's deviation; docs/fidelity.md has what students of such caches learned."""
+    """Return a word for a gradient's deviation; docs/fidelity.md has the results of students of such caches."""
     if angle < 3 and abs(ratio - 1) < 0.03:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:

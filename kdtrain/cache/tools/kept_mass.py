@@ -76,7 +76,7 @@ def outside(batches: Sequence[Batch]) -> Outside | None:
 
 
 def kept_mass(batch: Batch) -> dict[str, Any]:
-    """Measure what a top-k holds of the distributions, over the positions that count.
+    """Measure the mass of the distributions that a top-k holds, over the positions that count.
 
     kept_mass: the mean of the mass m inside; mass_loss: the mean of -log m in nats, which is KL(p' || p) of p' = the
     entries scaled to 1, and what no student can learn of the rest; positions: how many.

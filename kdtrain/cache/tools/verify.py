@@ -40,7 +40,7 @@ _ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
 
 
 def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Read all of a shard, and compare its structure with what `hdf5.create_shard` makes of the same arguments.
+    """Read all of a shard, and compare its structure with the one that `hdf5.create_shard` makes.
 
     ValueError: the structure differs, or a number is impossible. OSError: the file cannot be read.
     """
@@ -196,7 +196,7 @@ def verify_cache(where: Path | str, remote: Remote | None = None) -> list[str]:
 
 
 def repair(folder: Path | str) -> list[str]:
-    """Move aside what `verify_cache` finds damaged, so that the command that made the cache builds it again.
+    """Move aside the files that `verify_cache` finds damaged, so that the cache's command builds them again.
 
     Returns the new paths of what it moved. It deletes nothing, and leaves a sound cache and unreadable files as they
     are. UsageError: nothing in the folder proves that kdtrain wrote it, or it contains a link. RunError: the folder

@@ -63,7 +63,7 @@ class ShardRows:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over tokens, loss_mask and segments: it tells a shard of other rows."""
+        """SHA-256 over tokens, loss_mask and segments, which differs for a shard of other rows."""
         sha = hashlib.sha256()
         for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
             sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
@@ -102,7 +102,7 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
 
     def ready(self, tensor: Tensor | None) -> torch.cuda.Event | None:
-        """Mark where the current stream has computed a tensor; None if it is not on a GPU."""
+        """Mark where the current stream has computed a tensor; return None if it is not on a GPU."""
         if tensor is None or not tensor.is_cuda:
             return None
         with torch.cuda.device(tensor.device):
@@ -129,7 +129,7 @@ class SideStream:
 
 
 class LogitAnswers(ShardAnswers):
-    """A forward of a teacher for each batch; its logits are encoded while the next one runs.
+    """Fills a shard by a teacher's forward for each batch; the logits are encoded while the next forward runs.
 
     sharded: True when a forward needs all ranks.
     """
@@ -148,7 +148,7 @@ class LogitAnswers(ShardAnswers):
             return self.encoded(rows, self.logits(tokens_BT, segments_BT))
 
     def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
-        """Return for these logits what `rows` returns."""
+        """Return a batch with these logits to encode, as `rows` does."""
         settings, held, ready = self._settings, [logits_BTV], self._side.ready(logits_BTV)
         assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
 
