@@ -144,8 +144,7 @@ class Predictor:
 
     @cached_property
     def _solved(self) -> np.ndarray:
-        """[M, F + M] fp32 matrix: times (features, distances in steps) it is L at the knots, slopes, mean, deviation.
-        """
+        """[M, F + M] fp32: times (features, distances in steps) it is L at the knots, slopes, mean and deviation."""
         width = self.weights.shape[1] - len(self.weights)
         weights = self.weights.astype(np.float64)
         inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
