@@ -158,7 +158,7 @@ def read_checkpoint(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
     """Call `read` on the checkpoint that `find` names; again if a run that is training has removed it meanwhile.
 
     Raises:
-        UsageError, RunError: those of `find`, and of `read` for a checkpoint that is still there.
+        UsageError, RunError: as `find`, and as `read` for a checkpoint that is still there.
     """
     while True:
         path = find()

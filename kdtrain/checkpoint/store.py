@@ -190,7 +190,7 @@ class Store:
     ) -> list[tiers.CheckpointEntry]:
         """Return published checkpoints, oldest first, with their place in the run; valid by sizes, or by `whole`.
 
-        apart: include those that are kept to be looked at.
+        apart: include checkpoints that are kept for inspection only.
         """
         found = {}
         for path in self.folder.glob("*"):

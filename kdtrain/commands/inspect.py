@@ -47,7 +47,7 @@ def main(config: InspectConfig) -> int:
     """Print the page of the path, or of this machine.
 
     Raises:
-        UsageError: the path is none of what is shown, or a damaged cache.
+        UsageError: the path is not of a kind that is shown, or is a damaged cache.
     """
     setup_logging()
     if config.hardware:

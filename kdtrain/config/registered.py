@@ -63,7 +63,7 @@ def register_section(name: str, kinds: Mapping[str, type]) -> None:
 
 
 def register_observer(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
-    """Return a decorator of a function that is called for each run that is built, and returns an observer.
+    """Return a decorator of a function, which is called for each run that is built and returns its observer.
 
     The observer sees the run's steps and events. The function gets an `ObserverRequest`, and returns None for a run
     that it does not observe. Its module should import nothing heavy.

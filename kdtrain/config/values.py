@@ -127,7 +127,7 @@ def options_of(
     """Return the options of a configuration's class, by name. UsageError: its sections exclude each other.
 
     default: an instance of it, whose values are the defaults.
-    sections: those that plugins add; by default all.
+    sections: the sections that plugins add; by default all.
     """
     hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
     for each in sorted(dataclasses.fields(kind), key=lambda each: each.name == "json"):  # the last one in help

@@ -350,8 +350,8 @@ def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
 def _files_in(folder: Path) -> list[str]:
     """List the files in `folder` and behind its links by their names in it, in order, except hidden ones.
 
-    What has several names is listed once, by that without a link if there is one. A link to a folder around `folder` is
-    not followed.
+    A file with several names is listed once, by a name without a link if there is one. A link to a folder around
+    `folder` is not followed.
 
     Raises:
         UsageError: there is none, but links are.

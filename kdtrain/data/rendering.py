@@ -96,7 +96,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def at_date(date: str, render: Render, key: str, messages: Messages) -> tuple[str, Spans]:
-    """Call `render` at the moment `date` for a chat template; for the child alone, whose clock this stops."""
+    """Call `render` with the clock of chat templates stopped at `date`; for the child process alone."""
     from transformers.utils import chat_template_utils
 
     now = datetime.fromisoformat(date)

@@ -127,7 +127,7 @@ class RunRecord:
     def places(self, axis: str) -> dict[int, float]:
         """Return each step's place on the axis `steps`, `tokens` or `minutes`, the steps of a rollback left out.
 
-        Minutes are those of optimizer steps, without validation, checkpoints and pauses. The first step of a process,
+        Minutes count optimizer steps alone, without validation, checkpoints and pauses. The first step of a process,
         which waits for the compiler, counts as the median step.
         """
         steps = self.steps

@@ -71,7 +71,7 @@ class ShardSource(Protocol):
     def ensure(self, record: ShardRecord, altered: bool = False) -> Path:
         """Put a whole shard into the folder, and complete its record. RunError: impossible.
 
-        altered: the one that is there has another digest than the record.
+        altered: the file there has another digest than the record.
         """
         ...
 

@@ -172,7 +172,7 @@ def measure(
 ) -> tuple[dict, dict]:
     """Measure (fidelity, temperature_range) of the stored sequences in `batch`, at `positions` positions of each.
 
-    counted: only at those that count in the loss, where others have no distribution.
+    counted: only at positions that count in the loss, where others have no distribution.
     teacher: tokens [1,T] int64, segments [1,T] or None -> logits [1,T,V], or [1,positions,V] of `sample_positions`.
     """
     energies, kept = [], []
