@@ -69,7 +69,7 @@ Progress = Callable[[int, int | None], None]
 class _Rounds:
     """The rounds in which the ranks that build a cache meet, one before each forward of the teacher.
 
-    Each rank reports whether it has more to do, how many sequences are done, and how many are broken. So they stop at the
+    Each rank reports if it has more to do, how many sequences are done, and how many are broken. So they stop at the
     same batch, show one progress, and notice within a batch that a rank is gone. A teacher that is sharded over the
     ranks needs all of them for each forward: a rank that has nothing left runs an empty one.
 
