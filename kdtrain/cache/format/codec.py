@@ -201,8 +201,7 @@ def _chunk_maxima(logits_NV: Tensor) -> Tensor:
 
 
 def _largest(logits_NV: Tensor, maxima_NC: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the `number` largest logits, at least `_LOWEST`, and their ids. The `number` chunks with the largest
-    maxima hold them."""
+    """Return the `number` largest logits, at least `_LOWEST`, and their ids, from as many chunks, by their maxima."""
     chunks_NJ = maxima_NC.topk(min(number, maxima_NC.shape[1]), -1).indices
     column_W = torch.arange(_CHUNK, device=logits_NV.device)
     ids_NI = rearrange(chunks_NJ[:, :, None] * _CHUNK + column_W, "n j w -> n (j w)")
