@@ -53,6 +53,6 @@ class AlphaCallback(TrainerCallback):
             model.measure(self.batches, passes=state.epoch or 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Measure, where due."""
+        """Measure alpha, where due."""
         if self.every and state.global_step and state.global_step % self.every == 0:
             model.measure(self.batches, passes=state.epoch or 0.0)

@@ -85,7 +85,7 @@ _NUMBER = re.compile(r"(?:errno = |\(os error )(\d+)")
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The operating system's error in `error`, also if another library's message wraps it; None if there is none."""
+    """Return the operating system's error in `error`, also out of another library's message; None if there is none."""
     if found := _NUMBER.search(str(error)):
         return OSError(int(found[1]), os.strerror(int(found[1])))
     if isinstance(error, OSError):
@@ -100,14 +100,14 @@ def first_sentence(error: Exception) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The `reason` of a RunError; for another error `disk` if the disk is full, else `error`."""
+    """Return the `reason` of a RunError; for another error `disk` if the disk is full, else `error`."""
     if isinstance(error, RunError):
         return error.reason
     return "disk" if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT} else "error"
 
 
 def advice(error: OSError) -> str:
-    """What to do about a full disk, as the end of a line; empty for other errors."""
+    """Return the advice for a full disk, as the end of a line; empty for other errors."""
     return f"; {known} and run it again" if (known := _ADVICE.get(error.errno or 0)) else ""
 
 
@@ -130,7 +130,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def making(path: Path) -> Iterator[None]:
-    """`writing`, for a folder that the user names: a path at which no folder can exist is a UsageError."""
+    """Turn errors as `writing` does, for a folder that the user names: an impossible folder is a UsageError."""
     with writing(path):
         try:
             yield
@@ -153,17 +153,17 @@ def panics_refused(what: str) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters and line breaks escaped: names in a downloaded file may hold any."""
+    """Return `text` with control characters and line breaks escaped: names in a downloaded file may hold any."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def shown_address(text: str, most: int = 120) -> str:
-    """An address for a message: what follows ? or # in it, or stands before @, may be a password."""
+    """Return an address for a message without what follows ? or # or stands before @: it may be a password."""
     return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"([?#]).+", r"\1...", printable(text)))[:most]
 
 
 def as_number(value: Any, option: str) -> float:
-    """`value` as a float. UsageError: it is none."""
+    """Return `value` as a float. UsageError: it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -171,7 +171,7 @@ def as_number(value: Any, option: str) -> float:
 
 
 def as_whole(value: Any, name: str, least: int = 0) -> int:
-    """`value` as an integer from `least` to 2**63 - 1. UsageError: it is none."""
+    """Return `value` as an integer from `least` to 2**63 - 1. UsageError: it is not one."""
     with suppress(TypeError):  # arrays and tensors have __index__ and may be no index
         if not isinstance(value, bool) and least <= (found := operator.index(value)) < 2**63:
             return found
@@ -179,7 +179,7 @@ def as_whole(value: Any, name: str, least: int = 0) -> int:
 
 
 def as_path(value: Any, name: str) -> Path:
-    """`value` as a path. UsageError: it is none."""
+    """Return `value` as a path. UsageError: it is not one."""
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"{name} {value!r} is not a path")
     return Path(value)

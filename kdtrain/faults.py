@@ -43,7 +43,7 @@ read()
 
 
 def _requested(name: str) -> tuple[str, int, int] | None:
-    """Action, first and last number of the fault `name` on this rank; None if there is none."""
+    """Return action, first and last number of the fault `name` on this rank; None if there is none."""
     if name not in _faults:
         return None
     action, when = _faults[name]
@@ -86,7 +86,7 @@ def point(name: str, count: int = 1) -> None:
 
 
 def changed(name: str, tensor: Any, number: int) -> Any:
-    """`tensor`, or a changed copy if a fault is requested at `name` and `number`; gradients flow through both.
+    """Return `tensor`, or a changed copy if a fault is requested at `name` and `number`; gradients flow through both.
 
     Args:
         tensor: a torch tensor of floats, any shape; never changed in place.

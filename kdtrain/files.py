@@ -65,7 +65,7 @@ _POLL = 0.2  # seconds between two attempts to take a lock
 
 # Reading ------------------------------------------------------------------------------------------------------------
 def open_regular(path: Path) -> BufferedReader:
-    """`path`, opened for reading bytes. ValueError: it is not a regular file (reading a pipe would block)."""
+    """Open `path` for reading bytes. ValueError: it is not a regular file (reading a pipe would block)."""
     # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -75,7 +75,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, limit: int = SMALL) -> bytes:
-    """The content of a file. OSError: it cannot be read. ValueError: it is not a regular file, or too large."""
+    """Read the content of a file. OSError: it cannot be read. ValueError: it is not a regular file, or too large."""
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -84,17 +84,17 @@ def read_bytes(path: Path, limit: int = SMALL) -> bytes:
 
 
 def read_text(path: Path, limit: int = SMALL) -> str:
-    """The text of a UTF-8 file. OSError, ValueError: as `read_bytes`, or it is not UTF-8."""
+    """Read the text of a UTF-8 file. OSError, ValueError: as `read_bytes`, or it is not UTF-8."""
     return read_bytes(path, limit).decode("utf-8")
 
 
 def read_json(path: Path, kind: type[T], limit: int = SMALL) -> T:
-    """The JSON record in `path` as a `kind` (see `typed`). OSError, ValueError: as `read_text`, or it is not one."""
+    """Read the JSON record in `path` as a `kind` (`typed`). OSError, ValueError: as `read_text`, or it does not fit."""
     return typed(parse_json(read_text(path, limit)), kind)
 
 
 def refuse_leading_out(path: Path, folders: Iterable[Path]) -> None:
-    """Refuse a file that a link puts elsewhere than into one of `folders`: its content is not that of the folder.
+    """Refuse a file that a link puts elsewhere than into one of `folders`: its content is not the folder's own.
 
     UsageError: names it.
     """
@@ -104,7 +104,7 @@ def refuse_leading_out(path: Path, folders: Iterable[Path]) -> None:
 
 
 def parse_json(text: str, entries: int = _ENTRIES) -> Any:
-    """The value of the JSON `text`. ValueError: not JSON, nested too deep, or more than `entries` entries."""
+    """Parse the JSON `text`. ValueError: not JSON, nested too deep, or more than `entries` entries."""
     if sum(map(text.count, "[{,")) > entries:
         raise ValueError(f"it has more than {entries:,} entries")
     try:
@@ -116,7 +116,7 @@ def parse_json(text: str, entries: int = _ENTRIES) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The TOML table in `path`. OSError, ValueError: as `read_text`, or it is not TOML."""
+    """Read the TOML table in `path`. OSError, ValueError: as `read_text`, or it is not TOML."""
     text = read_text(path, _TOML)
     # The parser's time grows with the square of the parts of a dotted key.
     if _DOTTED_KEY.search(text):
@@ -130,7 +130,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def typed(value: Any, kind: type[T]) -> T:
-    """`value`, from JSON or TOML, as a `kind`: a dataclass or any annotation. ValueError: a key does not fit."""
+    """Convert `value`, from JSON or TOML, to `kind`: a dataclass or any annotation. ValueError: a key does not fit."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -138,7 +138,7 @@ def typed(value: Any, kind: type[T]) -> T:
 
 
 def refuse_depth(value: Any) -> None:
-    """ValueError: `value`, from JSON or TOML, is nested too deep."""
+    """Raise ValueError if `value`, from JSON or TOML, is nested too deep."""
     level = [value]
     for _ in range(_DEPTH):
         tables = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
@@ -152,23 +152,23 @@ def refuse_depth(value: Any) -> None:
 
 
 def canonical_json(value: Any) -> str:
-    """One spelling for equal values: sorted keys, no spaces, no NaN."""
+    """Return the one spelling of equal values: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def json_digest(value: Any) -> str:
-    """SHA-256 (hex) over the canonical spelling of `value`."""
+    """Return the SHA-256 (hex) over the canonical spelling of `value`."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def sealed(record: dict[str, Any]) -> dict[str, Any]:
-    """`record` with `digest`, the SHA-256 of its other entries."""
+    """Return `record` with `digest`, the SHA-256 of its other entries."""
     content = {key: value for key, value in record.items() if key != "digest"}
     return {**content, "digest": json_digest(content)}
 
 
 def read_sealed(path: Path, limit: int = SMALL) -> dict[str, Any]:
-    """The record in `path`. OSError: it cannot be read. ValueError: it is not JSON, or its seal does not match."""
+    """Read the record in `path`. OSError: it cannot be read. ValueError: it is not JSON, or its seal does not match."""
     text = read_text(path, limit)
     record = parse_json(text)
     # The text is compared too: after a flipped bit, another spelling of a number can have the same value.
@@ -182,7 +182,7 @@ def _spelled(record: dict[str, Any]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 (hex) over the bytes of a file. ValueError: it is not a regular file."""
+    """Return the SHA-256 (hex) over the bytes of a file. ValueError: it is not a regular file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -201,24 +201,24 @@ def fsync(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A new hidden name beside `path`; half of its digits are a check sum, by which `temporary_of` recognizes it."""
+    """Return a new hidden name beside `path`; half of its digits are a check sum, by which `temporary_of` knows it."""
     stem = f"{_short(path.name)}.{secrets.token_hex(4)}"
     return path.with_name(f".{stem}{_check_sum(stem)}.tmp")
 
 
 def temporary_of(name: str) -> str | None:
-    """The name, shortened if it is long, for which `temporary_name` made `name`; None: it did not, a stranger did."""
+    """Return the name, shortened if long, for which `temporary_name` made `name`; None: a stranger made it."""
     found = _TEMPORARY.fullmatch(name)
     return found[2] if found and found[3] == _check_sum(found[1]) else None
 
 
 def hidden_lock(path: Path) -> Path:
-    """The name beside `path` of the lock file for a file or folder that is replaced as a whole."""
+    """Return the name beside `path` of the lock file for a file or folder that is replaced as a whole."""
     return path.with_name(f".{_short(path.name)}.lock")
 
 
 def _short(name: str) -> str:
-    """Different names of at most `_SHORT` characters for different names."""
+    """Return a name of at most `_SHORT` characters, different for different names."""
     return name if len(name) <= _SHORT else f"{name[: _SHORT - 10]}~{_check_sum(name)}"
 
 
@@ -281,18 +281,18 @@ def remove_link(path: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file that kdtrain wrote, if it is there; a link itself, never what it points to."""
+    """Remove a file that kdtrain wrote, if it is there; of a link the link itself, never its target."""
     path.unlink(missing_ok=True)
 
 
 def rename_over(source: Path, target: Path) -> None:
-    """Give a file that kdtrain wrote the place of another one of its own."""
+    """Replace a file that kdtrain wrote by another one of its own."""
     os.replace(source, target)
 
 
 @contextmanager
 def hidden_folder(path: Path) -> Iterator[Path]:
-    """A new folder with a temporary name beside `path`, for the block to fill and `swap_in` to rename.
+    """Yield a new folder with a temporary name beside `path`, for the block to fill and `swap_in` to rename.
 
     The folder is removed in the end if it still has the temporary name. OSError: it cannot be made.
     """
@@ -339,7 +339,7 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def make_writable(out: Path) -> list[Path]:
-    """`make_folder` for an `--out`, which must be writable. RunError: it is not."""
+    """Call `make_folder` for an `--out`, which must be writable. RunError: it is not."""
     made = make_folder(out)
     if not os.access(out, os.W_OK):
         raise RunError(f"--out {out} cannot be written: permission denied; make the folder writable")
@@ -388,7 +388,7 @@ def refuse_mount(path: Path) -> None:
 
 
 def is_mount(path: Path) -> bool:
-    """Whether a folder is a mount point, also of a folder of the same disk, which `os.path.ismount` does not see."""
+    """Return True if a folder is a mount point, also of the same disk, which `os.path.ismount` does not see."""
 
     def mount(folder: Path) -> list[str]:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -405,7 +405,7 @@ def is_mount(path: Path) -> bool:
 
 
 def refuse_displacing(folder: Path, needed: Mapping[str, Path | str | None]) -> None:
-    """Refuse to move or replace a folder if it is a link or a mount point, or if the command needs what is in it.
+    """Refuse to move or replace a folder if it is a link or a mount point, or if the command needs its contents.
 
     needed: paths by the words that name them; what does not exist does not count. The current directory is needed, too:
     a relative path would lead into the folder that was moved.
@@ -430,7 +430,7 @@ def refuse_displacing(folder: Path, needed: Mapping[str, Path | str | None]) -> 
 
 
 def same_path(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths, relative or through links, are of one place."""
+    """Return True if two paths, relative or through links, lead to the same place."""
     return os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -458,7 +458,7 @@ def set_aside(folder: Path, name: str, word: str) -> Path:
 
 
 def aside_in(folder: Path) -> list[Path]:
-    """What `set_aside` has renamed in `folder` itself, by the time of the last write, oldest first.
+    """Return the paths that `set_aside` has renamed in `folder` itself, by the time of the last write, oldest first.
 
     Not by number: a free number is used again.
     """
@@ -467,7 +467,7 @@ def aside_in(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path) -> dict[str, Path]:
-    """Every file in a folder and the folders inside, by its path there, in order."""
+    """Return every file in a folder and the folders inside, by its path there, in order."""
     return {each.relative_to(folder).as_posix(): each for each in sorted(folder.rglob("*")) if each.is_file()}
 
 
@@ -500,7 +500,7 @@ def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
 
 
 def sweep(folder: Path, of: str | None = None) -> None:
-    """Remove the temporary files that killed commands left in a folder; what cannot be removed stays.
+    """Remove the temporary files that killed commands left in a folder; a file that cannot be removed stays.
 
     of: only those for the file or folder of this name, in a folder that is not of kdtrain alone. The caller holds the
     lock of all that write them.
@@ -522,7 +522,7 @@ def sweep(folder: Path, of: str | None = None) -> None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process of this machine holds the `Lock` of `path`; None where the system does not say."""
+    """Return True if a process of this machine holds the `Lock` of `path`; None where the system does not say."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -570,7 +570,7 @@ class Lock:
                 path.write_text(name)
 
     def _take(self) -> bool:
-        """Whether this process holds the lock now, or the file system has none."""
+        """Try to take the lock; return True if this process holds it now, or the file system has no locks."""
         try:
             self._lock.acquire(timeout=_POLL, poll_interval=_POLL / 10)
         except TimeoutError:

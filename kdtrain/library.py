@@ -28,7 +28,7 @@ class CacheSplit(reader.CacheReader):
         folder: Path | str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> ViewReader:
-        """This split in the rows of a student with another tokenizer: a data set whose items any loop takes.
+        """Return this split in the rows of a student with another tokenizer: a data set whose items any loop takes.
 
         The student needs it too, for what its tensors do not hold: `Student(model, loss, data=...)`.
 
@@ -79,11 +79,11 @@ class Cache(reader.LocalCache):
         super().__init__(found.folder, found.manifest, found.remote)
 
     def __getitem__(self, split: str) -> CacheSplit:
-        """The split `train` or `validation`. UsageError: see `CacheReader`."""
+        """Return the split `train` or `validation`. UsageError: see `CacheReader`."""
         return cast(CacheSplit, super().__getitem__(split))
 
     def verify(self) -> list[str]:
-        """Read the whole cache and compare every digest; one line for each problem."""
+        """Read the whole cache and compare every digest; return one line for each problem."""
         return verify_cache(self.folder, cast(Any, self.remote))
 
 

@@ -23,7 +23,7 @@ _AGAIN = 0.05
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that ends what runs at once. KeyboardInterrupt: always but in `CALLBACKS`, with its name."""
+    """Raise KeyboardInterrupt with the signal's name; during one of `CALLBACKS`, send the signal again later."""
     inner = frame
     while inner is not None:
         if inner.f_code in CALLBACKS:
@@ -35,7 +35,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handling(handler: Callable[..., None]) -> Iterator[None]:
-    """Have `handler` called at SIGINT and SIGTERM during the block."""
+    """Call `handler` at SIGINT and SIGTERM during the block."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -45,7 +45,7 @@ def handling(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def send_again(ignored: Any) -> None:
-    """The hook for exceptions that nobody can take: a signal that fell into a callback is sent again, after it."""
+    """Send SIGTERM after a callback into which a signal fell: the hook for exceptions that nobody can take."""
     if isinstance(ignored.exc_value, KeyboardInterrupt):
         threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGTERM)).start()
     else:
@@ -53,22 +53,22 @@ def send_again(ignored: Any) -> None:
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """Return the number of this process, from 0."""
     return int(os.environ.get("RANK") or 0)
 
 
 def world_size() -> int:
-    """How many processes the run has."""
+    """Return how many processes the run has."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def local_rank() -> int:
-    """The number of this process on its node, from 0."""
+    """Return the number of this process on its node, from 0."""
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, the only one that prints and writes what all ranks share."""
+    """Return True if this is rank 0, the only one that prints and writes what all ranks share."""
     return rank() == 0
 
 

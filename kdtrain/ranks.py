@@ -50,7 +50,7 @@ _STOP_WAIT = 10.0
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`, from now on CUDA's current one; `auto` is that of this rank, or the CPU without CUDA.
+    """Return the device called `name`, and make it CUDA's current one; `auto` is this rank's, or the CPU without CUDA.
 
     Raises:
         UsageError: the name is not a device, this machine does not have it, or several ranks would share it.
@@ -148,7 +148,7 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
 
 
 def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timedelta) -> str:
-    """A random name that rank 0 gives to each rank that asks; stale requests of an earlier attempt are ignored.
+    """Return a random name that rank 0 gives to each rank that asks; ignore stale requests of an earlier attempt.
 
     A count of attempts would not do: each node counts its own.
     """
@@ -175,7 +175,7 @@ def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timede
 
 @contextmanager
 def _heartbeat(group: Any) -> Iterator[None]:
-    """A block without a time limit; all ranks leave it together, when the last one is done.
+    """Run a block without a time limit; all ranks leave it together, when the last one is done.
 
     An error inside leaves the block after the exchange in flight; this rank then sends no more heartbeats.
 
@@ -213,7 +213,7 @@ def _heartbeat(group: Any) -> Iterator[None]:
 
 
 def control_group() -> Any:
-    """A new gloo group over all ranks, for the objects of one thread; None for a single process.
+    """Make a gloo group over all ranks, for the objects of one thread; return None for a single process.
 
     Every rank must call it, in the same order as its other collectives.
     """
@@ -247,7 +247,7 @@ def on_main(action: Callable[[], T], group: Any = None) -> T:
 
 
 def all_gather_object(own: T, group: Any = None) -> list[T]:
-    """The objects of all ranks, by rank. Every rank must call it."""
+    """Return the objects of all ranks, by rank. Every rank must call it."""
     if not _many():
         return [own]
     found: list[Any] = [None] * world_size()
@@ -257,7 +257,7 @@ def all_gather_object(own: T, group: Any = None) -> list[T]:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """A block that each rank runs for itself, without collectives; an error on one rank is raised on all.
+    """Run a block on each rank for itself, without collectives; raise an error of one rank on all.
 
     Raises:
         UsageError, RunError: the error of the first rank that has one.
@@ -278,7 +278,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def all_reduce_max(number: int, group: Any = None) -> int:
-    """The largest of the ranks' numbers. Every rank must call it."""
+    """Return the largest of the ranks' numbers. Every rank must call it."""
     if not _many():
         return number
     largest = torch.tensor(int(number))
@@ -287,7 +287,7 @@ def all_reduce_max(number: int, group: Any = None) -> int:
 
 
 def agreed_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The largest value of `tensor` over all ranks, or those of `group`, entry by entry.
+    """Return the largest value of `tensor` over all ranks, or the ranks of `group`, entry by entry.
 
     For a single process `tensor` itself. Does not block the host. Every rank must call it, in the same order as its
     other collectives.
@@ -296,7 +296,7 @@ def agreed_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The sum of `tensor` over ranks, entry by entry; otherwise as `agreed_max`."""
+    """Return the sum of `tensor` over ranks, entry by entry; otherwise as `agreed_max`."""
     return _all_reduce(tensor, dist.ReduceOp.SUM, group)
 
 
@@ -309,17 +309,17 @@ def _all_reduce(tensor: torch.Tensor, operation: Any, group: Any) -> torch.Tenso
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` on this rank, sharing its memory; the whole if it is not sharded."""
+    """Return the part of `tensor` on this rank, sharing its memory; the whole if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A tensor sharded like `like`, whose part on this rank is `own`, on any device."""
+    """Return a tensor sharded like `like`, whose part on this rank is `own`, on any device."""
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """How many copies of a sharded tensor the ranks hold; 0 if it is not sharded."""
+    """Return how many copies of a sharded tensor the ranks hold; 0 if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return 0
     cut = (
@@ -329,7 +329,7 @@ def copies(tensor: torch.Tensor) -> int:
 
 
 def lost_rank(error: BaseException | None) -> RunError | None:
-    """The error to raise if a collective failed with `error` because a rank ended; None for any other error."""
+    """Return the error to raise if a collective failed with `error` because a rank ended; None for any other error."""
     if not isinstance(error, RuntimeError) or isinstance(error, RunError):
         return None
     if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
@@ -353,7 +353,7 @@ def _initialized() -> bool:
 
 
 def _for_others(error: Exception) -> Exception:
-    """`error` of this rank as the other ranks raise it; this rank prints it."""
+    """Return `error` of this rank as the other ranks raise it; this rank prints it."""
     if isinstance(error, UsageError):  # some of its subclasses cannot be pickled
         copy: Exception = UsageError(str(error))
     else:
@@ -368,20 +368,20 @@ _LOST = re.compile(r"gloo|nccl|connection (?:closed|reset|refused)|timed out|by 
 
 
 def memory_mb(device: torch.device) -> float:
-    """Memory of this process in MiB: reserved on a GPU (cached blocks too), resident on a CPU; 0 if unknown."""
+    """Return the MiB of memory of this process: reserved on a GPU (cached too), resident on a CPU; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**20
     return resident_mb()
 
 
 def resident_mb() -> float:
-    """Resident memory of this process in MiB; 0 if unknown."""
+    """Return the resident memory of this process in MiB; 0 if unknown."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Peak memory in MiB: of the allocator on a GPU, of the process on a CPU."""
+    """Return the peak memory in MiB: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     status = Path("/proc/self/status")
@@ -396,7 +396,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def free_everywhere(device: torch.device, given: float | None) -> float | None:
-    """The least free memory of any rank, in bytes, so that all ranks make the same plan; every rank must call it.
+    """Return the least free memory of any rank, in bytes, so that all make the same plan; every rank must call it.
 
     given: GiB to plan with instead.
     """
@@ -405,7 +405,7 @@ def free_everywhere(device: torch.device, given: float | None) -> float | None:
 
 
 def free_memory(device: torch.device, given: float | None) -> float | None:
-    """Bytes that are free for a rank; None if unknown.
+    """Return the bytes that are free for a rank; None if unknown.
 
     given: GiB to plan with instead. The ranks of a node share the memory that Linux can give without swapping, or that
     the control group has left, whichever is less.

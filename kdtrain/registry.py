@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint: the known name that is closest to `word`, or all known names."""
+    """Return a hint: the known name that is closest to `word`, or all known names."""
     known = list(known)
     close = difflib.get_close_matches(word, known, 1)
     return f"perhaps you meant '{close[0]}'" if close else f"known are {', '.join(known)}"
 
 
 def first_line(documented: Any) -> str:
-    """The first line of a docstring of a class or function; of its source if `python -OO` has removed it."""
+    """Return the first line of a class's or function's docstring; of its source if `python -OO` removed it."""
     text = documented.__doc__ or ""
     if sys.flags.optimize > 1:  # a dataclass then has its signature instead
         text = ""
@@ -108,7 +108,7 @@ class Registry:
     def registers(
         self, name: str, help: str, make: Callable[[Any], Any] = lambda source: source, traits: Collection[str] = ()
     ) -> Callable[[T], T]:
-        """Decorator: `add` a function or class, or what `make` makes of it."""
+        """Return a decorator that registers, as `add` does, a function or class, or what `make` makes of it."""
 
         def register(source: T) -> T:
             self.add(name, make(source), source, help, traits)
@@ -117,7 +117,7 @@ class Registry:
         return register
 
     def get(self, name: str) -> Any:
-        """The entry called `name`.
+        """Return the entry called `name`.
 
         Raises:
             UsageError: no package or more than one has this name, or its package cannot be imported.
@@ -132,21 +132,21 @@ class Registry:
         return self.entries[name]
 
     def check(self, name: str) -> None:
-        """As `get`, without importing anything for a built-in name."""
+        """Raise an error as `get` does, without importing anything for a built-in name."""
         if name not in self.builtin:
             self.get(name)
 
     def has(self, name: str, trait: str) -> bool:
-        """True if the entry called `name` has a trait; imports nothing for a built-in name. UsageError: as `get`."""
+        """Return True if the entry `name` has a trait. Imports nothing for a built-in name. UsageError: as `get`."""
         self.check(name)
         return trait in self._traits.get(name, ())
 
     def names(self) -> list[str]:
-        """Every name, without an import."""
+        """Return every name, without an import."""
         return list(dict.fromkeys([*self._help, *self._packages]))
 
     def help(self) -> dict[str, str]:
-        """Every name with its line of help, or with its package if that is not imported yet."""
+        """Return every name with its line of help, or with its package if that is not imported yet."""
         lines = dict(self._help)
         for name, found in self._packages.items():
             if name not in lines:
@@ -156,7 +156,7 @@ class Registry:
         return lines
 
     def every(self) -> dict[str, Any]:
-        """All entries by name, with those of packages, which are imported; a broken package is left out."""
+        """Return all entries by name, also of packages, which are imported; a broken package is left out."""
         for name in sorted(self._packages, key=lambda each: (not self._is_own(each), each)):  # others' are the clashes
             packages = [_package(each) for each in self._packages[name]]
             if self.left_out.keys().isdisjoint(packages):
@@ -169,7 +169,7 @@ class Registry:
         return dict(sorted(self.entries.items()))
 
     def forget(self, package: str, module: str) -> None:
-        """Remove what a package has registered: by one of its entry points, or by a module beside or below `module`."""
+        """Remove a package's entries: of one of its entry points, or of a module in the package that `module` is in."""
         for name, source in [*self.modules.items()]:
             root, of = source.partition(".")[0], map(_package, self._packages.get(name, []))
             if root != "kdtrain" and (root == module.partition(".")[0] or package in of):
@@ -211,7 +211,7 @@ class Registry:
 
 @cache
 def _installed(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
-    """The entry points for kdtrain of all packages on `path`, by group and name; no plugin whose folder is missing."""
+    """Return kdtrain's entry points of all packages on `path`, by group and name; no plugin whose folder is missing."""
     found: dict[str, dict[str, list[EntryPoint]]] = {}
     for each in _entry_points():
         if each.group.startswith("kdtrain."):
@@ -228,7 +228,7 @@ def _installed(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
 
 
 def _entry_points() -> list[EntryPoint]:
-    """Those of all packages; one with a file that cannot be read is left out."""
+    """Return the entry points of all packages; a package with a file that cannot be read is left out."""
     try:
         known = cast(EntryPoints, entry_points())
         return [each for group in known.groups for each in known.select(group=group)]
@@ -246,7 +246,7 @@ def _entry_points() -> list[EntryPoint]:
 
 
 def _leave_out(packages: list[str], why: str) -> None:
-    """Go on without these packages, and print that in one line, once for all ranks."""
+    """Leave out these packages, and print that in one line, once for all ranks."""
     new = {each: why for each in packages if each not in Registry.left_out}
     Registry.left_out |= new
     if new and os.environ.get("RANK", "0") == "0":
@@ -254,7 +254,7 @@ def _leave_out(packages: list[str], why: str) -> None:
 
 
 def _is_own(found: EntryPoint) -> bool:
-    """Whether it is of a plugin that comes with kdtrain."""
+    """Return True for an entry point of a plugin that comes with kdtrain."""
     return _package(found) == "kdtrain"
 
 

@@ -44,7 +44,7 @@ class Sandbox:
         self._child: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
 
     def __call__(self, request: Any, seconds: float) -> Any:
-        """The answer to a request, both JSON. LimitExceeded: it takes more than `seconds` of processor time."""
+        """Return the answer to a request, both JSON. LimitExceeded: it takes more than `seconds` of processor time."""
         if self._child is None:
             context = multiprocessing.get_context("fork")
             ours, theirs = context.Pipe()
@@ -75,7 +75,7 @@ class Sandbox:
 
 
 def _serve(answer: Answer, memory: int, connection: Connection, parents: Connection) -> None:
-    """Answer until the parent is gone. The kernel enforces the limits, even while Python code is stuck."""
+    """Answer requests until the parent is gone. The kernel enforces the limits, even while Python code is stuck."""
     parents.close()  # or the child would not notice the end of the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     for each in (signal.SIGTERM, signal.SIGPROF):
@@ -100,7 +100,7 @@ def _serve(answer: Answer, memory: int, connection: Connection, parents: Connect
 
 
 def home() -> Path:
-    """The folder of what kdtrain fetches and notes, which need not exist. UsageError: this user has none."""
+    """Return the folder for fetched files and notes, which need not exist. UsageError: this user has none."""
     try:
         return Path(os.environ.get("KDTRAIN_HOME") or Path.home() / ".cache" / "kdtrain")
     except RuntimeError:
@@ -108,7 +108,7 @@ def home() -> Path:
 
 
 def try_once(digest: str, answer: Answer, *, memory: int, seconds: float) -> None:
-    """Call `answer(None)` in a child, unless what has this digest passed before. LimitExceeded: it does not pass."""
+    """Call `answer(None)` in a child, unless its `digest` passed before. LimitExceeded: it does not pass."""
     note = None
     with suppress(UsageError, OSError):
         note = home() / "sound" / digest

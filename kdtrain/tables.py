@@ -50,17 +50,17 @@ Part = str | Table
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[str] = ()) -> Table:
-    """A table of anything; numbers as people write them."""
+    """Return a table of anything; numbers as people write them."""
     return Table(header, [[each if isinstance(each, str) else _text(each, True) for each in row] for row in rows], left)
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
-    """Facts, a row each."""
+    """Return a table of facts, a row each."""
     return Table(("", ""), list(facts.items()), ("",))
 
 
 def show(page: str | Iterable[Part], record: Mapping[str, Any], as_json: bool, wrapped: bool = False) -> None:
-    """Print a result on stdout, on rank 0: one JSON object, or a page; below a title alone the record as facts."""
+    """Print a result on stdout, on rank 0: one JSON object, or a page; a title alone precedes the record as facts."""
     if as_json and is_main():
         print(json.dumps(finite(dict(record))))
     elif not as_json:
@@ -85,7 +85,7 @@ def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
 
 
 def drawn(table: Table, width: int) -> Iterator[RichTable]:
-    """A table for a terminal; as several with the same first columns where it is wider than `width`.
+    """Yield a table for a terminal; as several with the same first columns where it is wider than `width`.
 
     A last column of text may be broken, and each where all are; a number is never cut.
     """
@@ -110,7 +110,7 @@ def drawn(table: Table, width: int) -> Iterator[RichTable]:
 
 
 def markdown(table: Table) -> Iterator[str]:
-    """The lines of a table in Markdown."""
+    """Yield the lines of a table in Markdown."""
     yield "|" + "|".join(f" {markdown_text(name)} " if name else " " for name in table.header) + "|"
     yield "|---" * len(table.header) + "|"
     for place, row in enumerate(table.rows):
@@ -119,7 +119,7 @@ def markdown(table: Table) -> Iterator[str]:
 
 
 def markdown_text(value: Any) -> str:
-    """A text by a stranger for Markdown: one line, without a sign of Markdown's or HTML's."""
+    """Return a stranger's text for Markdown: one line, the signs of Markdown and HTML escaped."""
     text = "" if value is None else printable(str(value))[:500]
     return re.sub(r"([\\|<>`\[\]])", r"\\\1", text)
 
@@ -135,7 +135,7 @@ def median_and_mad(values: Sequence[float]) -> tuple[float, float]:
 
 
 def number(value: Any) -> str:
-    """A number with the digits that count, four at most: 16,384, 5.924, 0.0291, 3e-05; `-` for what is none."""
+    """Return a number with the digits that count, four at most: 16,384, 5.924, 0.0291, 3e-05; `-` for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return "-"
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e12):
@@ -146,22 +146,22 @@ def number(value: Any) -> str:
 
 
 def loss_text(loss: Any, digits: int = 3) -> str:
-    """A loss with `digits` digits, aligned with others; a large one as a number."""
+    """Return a loss with `digits` digits, aligned with others; a large one as a number."""
     return f"{loss:.{digits}f}" if isinstance(loss, int | float) and abs(loss) < 1e5 else number(loss)
 
 
 def counted(count: int, thing: str) -> str:
-    """A count of things: 1 token, 1,024 tokens."""
+    """Return a count of things: 1 token, 1,024 tokens."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def percent(share: Any) -> str:
-    """A share as people write it: 74.86 %."""
+    """Return a share as people write it: 74.86 %."""
     return f"{100 * share:.4g} %" if isinstance(share, int | float) else "-"
 
 
 def short(value: float) -> str:
-    """A count with its prefix: 12.2k, 1.05 M."""
+    """Return a count with its prefix: 12.2k, 1.05 M."""
     prefix = ""
     for prefix in ("", "k", " M", " G"):
         if abs(value) < 999.5 or prefix == " G":
@@ -172,7 +172,7 @@ def short(value: float) -> str:
 
 
 def size(mib: Any) -> str:
-    """MiB as people write them: 0.2 MiB, 12 MiB, 3.4 GiB."""
+    """Return MiB as people write them: 0.2 MiB, 12 MiB, 3.4 GiB."""
     if not isinstance(mib, int | float):
         return "-"
     if 0 < mib < 0.1:
@@ -183,7 +183,7 @@ def size(mib: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """Seconds as people write them: 0:09, 12:31, 2 h 05, 3 d 04 h; `-` for what is none."""
+    """Return seconds as people write them: 0:09, 12:31, 2 h 05, 3 d 04 h; `-` for anything else."""
     if not isinstance(seconds, int | float) or not 0 <= seconds < 1e10:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -199,7 +199,7 @@ def literal(text: str, style: str = "") -> Text:
 
 
 def _text(value: Any, inner: bool = False) -> str:
-    """`value` as a cell: one line for each entry at the outer level, a single line inside."""
+    """Return `value` as a cell: one line for each entry at the outer level, a single line inside."""
     if isinstance(value, Mapping):
         entries = [f"{name}{' ' if inner else ': '}{_text(each, True)}" for name, each in value.items()]
         return f"({', '.join(entries)})" if inner else "\n".join(entries)

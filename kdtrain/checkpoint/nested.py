@@ -89,7 +89,7 @@ class CheckpointStore:
         return path
 
     def load(self, wanted: str = "latest") -> Any:
-        """The state of a checkpoint: `latest` (the newest that verifies), `best`, or a name.
+        """Load the state of a checkpoint: `latest` (the newest that verifies), `best`, or a name.
 
         Raises:
             UsageError: no checkpoint has that name.
@@ -102,19 +102,19 @@ class CheckpointStore:
             raise RunError(f"checkpoint {checkpoint.name} was not written by CheckpointStore: {error!r}") from error
 
     def names(self) -> list[str]:
-        """Published checkpoints, oldest first, whether they verify or not."""
+        """Return the names of published checkpoints, oldest first, whether they verify or not."""
         return self._store.names()
 
 
 def _alone(action: Callable[[], T]) -> T:
-    """`action`, without PyTorch's warning that this process is in no group, which is what is meant here."""
+    """Call `action` without PyTorch's warning that this process is in no group: here none is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         return action()
 
 
 def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON; an object with one key stands for a tensor, a dict or a tuple."""
+    """Return `value` as JSON; an object with one key stands for a tensor, a dict or a tuple."""
     where = f"the state's entry '{'.'.join(map(str, path))}'"
     if isinstance(value, DTensor):
         raise UsageError(f"{where} is a shard of a tensor; gather the state first")
@@ -137,7 +137,7 @@ def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, torch.Tensor]
 
 
 def _escaped(key: str | int) -> str:
-    """A key as a part of a tensor's name: different for different keys, also for 1 and "1", and never ambiguous.
+    """Return a key as a part of a tensor's name: different for different keys, also for 1 and "1", never ambiguous.
 
     An integer begins with #. Of a string, /, % and #, and what the header of a safetensors file cannot hold, become %
     and four digits for each character; an empty one becomes %.

@@ -41,7 +41,7 @@ MINUTE = 60.0
 
 
 def host_buffers(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Memory for copies of this rank's parts of `tensors`, by name: that of `old` where it fits, else new.
+    """Return memory for copies of this rank's parts of `tensors`, by name: of `old` where it fits, else new.
 
     Pinned for tensors on a GPU; torch keeps pinned memory that is freed for the next request of that size.
 
@@ -63,7 +63,7 @@ def host_buffers(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor] | None
 
 
 class HostCopies:
-    """Makes the copies of one run, all on one stream. Only for the thread that trains, but for the event `done`."""
+    """Makes the copies of one run, all on one stream. For the training thread alone, except the event `done`."""
 
     def __init__(self) -> None:
         self.done: torch.cuda.Event | None = None
@@ -99,7 +99,7 @@ class HostCopies:
 
     @contextlib.contextmanager
     def _stream_of(self, device: torch.device | None) -> Iterator[torch.cuda.Stream | None]:
-        """Run the block on the stream of the copies, after what is queued already; None on a CPU."""
+        """Run the block on the stream of the copies, after the work queued already; yield None on a CPU."""
         if device is None:
             yield None
             return
@@ -220,14 +220,14 @@ class Saver:
         return begun.stood_still
 
     def published(self) -> list[Published]:
-        """The saves completed since the last call, oldest first. Only for the thread that calls `save`."""
+        """Return the saves completed since the last call, oldest first. Only for the thread that calls `save`."""
         news = []
         while self._begun and self._begun[0].whole:
             news.append(self._begun.pop(0))
         return news
 
     def warnings(self) -> list[tuple[str, str]]:
-        """Warnings since the last call, by kind (disk-full, prune). Only for the thread that calls `save`."""
+        """Return the warnings since the last call, by kind (disk-full, prune). Only the saving thread may call it."""
         news = []
         while self._warnings:
             news.append(self._warnings.pop(0))
@@ -256,7 +256,7 @@ class Saver:
             raise RunError(f"saving into {self.store.folder} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """`wait`, and free the buffers."""
+        """Wait for the save in flight, and free the buffers."""
         self._buffers.clear()
         self.wait()
 
@@ -264,7 +264,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """`close`; if the block raises, an error of the saver is only logged."""
+        """Call `close`; if the block raises, an error of the saver is only logged."""
         try:
             self.close()
         except RunError as own:
@@ -283,7 +283,7 @@ class Saver:
                 raise full
 
     def _when_full(self, name: str, size: int, protected: Collection[str], attempt: int) -> bool:
-        """First make room for a checkpoint of `size` bytes, later wait a minute; return whether to try again."""
+        """Make room for a checkpoint of `size` bytes at first, later wait a minute; return whether to try again."""
         if attempt == 0:
             removed = self.store.make_room(size, protected)
             done = f"removed {', '.join(removed)}" if removed else "nothing can be removed"

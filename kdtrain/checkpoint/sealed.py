@@ -32,15 +32,15 @@ class _Record(TypedDict):
 
 
 def seal(step: int, rollbacks: int, files: Mapping[str, tuple[int, str]]) -> str:
-    """The text of a manifest."""
+    """Return the text of a manifest."""
     content = {"version": VERSION, "step": step, "rollbacks": rollbacks, "files": {k: [*v] for k, v in files.items()}}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "digest": digest}, indent=1) + "\n"
 
 
 def problem(path: Path, digests: bool = True, loads: bool = False) -> str | None:
-    """What is wrong with the checkpoint folder `path`: a missing, unknown, unreadable or changed file, or a changed
-    manifest; None if it is whole.
+    """Describe the problem of the checkpoint folder `path`: a missing, unknown, unreadable or changed file, or a
+    changed manifest; None if it is whole.
 
     `digests=False` compares only names and sizes, which takes no time. With `loads`, content that `load` would refuse
     is wrong as well, even if it is as it was sealed.
@@ -61,7 +61,7 @@ def problem(path: Path, digests: bool = True, loads: bool = False) -> str | None
 
 
 def unreadable(path: Path) -> str | None:
-    """Why `load` would refuse the files of a checkpoint, sealed or not; None: it reads them."""
+    """Say why `load` would refuse the files of a checkpoint, sealed or not; None: it reads them."""
     from kdtrain.checkpoint import shards
 
     try:
@@ -77,7 +77,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def sealed_files(path: Path) -> set[str]:
-    """The manifest of a checkpoint and the files that it names; empty if its seal does not match."""
+    """Return the manifest of a checkpoint and the files that it names; empty if its seal does not match."""
     try:
         return {MANIFEST, *_files(path)}
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def sealed_files(path: Path) -> set[str]:
 
 
 def vouched_files(path: Path) -> set[str]:
-    """All files in a checkpoint if each matches the sealed manifest, else none; files may be missing.
+    """Return all files in a checkpoint if each matches the sealed manifest, else none; files may be missing.
 
     This proves that kdtrain wrote them, which names alone do not.
     """
@@ -99,7 +99,7 @@ def vouched_files(path: Path) -> set[str]:
 
 
 def _files(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 by name. OSError: the manifest cannot be read. ValueError: it is not one of this version."""
+    """Return size and SHA-256 by name. OSError: the manifest cannot be read. ValueError: not one of this version."""
     text = read_text(path / MANIFEST)
     record = parse_json(text)
     if isinstance(record, dict) and record.get("version", VERSION) != VERSION:
@@ -114,7 +114,7 @@ def _files(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def entry_of(path: Path, name: str, valid: bool = True) -> tiers.CheckpointEntry:
-    """The place in the run of the checkpoint `path`: from its manifest, or from its name if that is unreadable."""
+    """Return the place of the checkpoint `path` in the run: from its manifest, or its name if that is unreadable."""
     try:
         manifest = read_json(path / MANIFEST, _Record)
         return tiers.CheckpointEntry(name, manifest["step"], manifest["rollbacks"], valid)
@@ -123,7 +123,7 @@ def entry_of(path: Path, name: str, valid: bool = True) -> tiers.CheckpointEntry
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint: by its name or its files; True if it cannot be listed."""
+    """Return True if a folder is, or was, a checkpoint, by its name or its files; or if it cannot be listed."""
     if not path.is_dir():
         return False
     try:
@@ -150,15 +150,15 @@ def _file_problem(path: Path, size: int, digest: str, digests: bool) -> str | No
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The numbers, options and digests of a checkpoint that `problem` has verified, without its tensors."""
+    """Read the numbers, options and digests of a checkpoint that `problem` has verified, without its tensors."""
     return read_json(path / STATE, dict[str, Any], MEDIUM)
 
 
 def read_checkpoint(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
-    """What `read` makes of the checkpoint that `find` names; again if a run that is training has removed that one.
+    """Call `read` on the checkpoint that `find` names; again if a run that is training has removed it meanwhile.
 
     Raises:
-        UsageError, RunError: those of `find`, and of `read` for a checkpoint that is still there.
+        UsageError, RunError: as `find`, and as `read` for a checkpoint that is still there.
     """
     while True:
         path = find()
@@ -170,7 +170,7 @@ def read_checkpoint(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The folder of the checkpoint `path`, which may be a link. UsageError: a run that is training has removed it."""
+    """Return the folder of the checkpoint `path`, which may be a link. UsageError: a training run has removed it."""
     if not path.exists():
         raise UsageError(f"{path} was removed while it was read, by the run that is training; name a newer checkpoint")
     return path.resolve()

@@ -55,7 +55,7 @@ DTYPES = {
 
 
 class EntryError(Exception):
-    """An entry could not be written: its name, the cause, and its `errors.reason`."""
+    """An entry could not be written: holds its name, the cause, and its `errors.reason`."""
 
     def __init__(self, entry: str, cause: str, reason: str) -> None:
         super().__init__(entry, cause, reason)  # all three: other processes get a pickle of the error
@@ -89,7 +89,7 @@ def write(
 
 
 def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of `folder`, on the CPU: whole, or the part that this rank needs.
+    """Read all tensors of `folder`, on the CPU: whole, or the part that this rank needs.
 
     Args:
         like: a tensor's name and shape -> a DTensor with the sharding to load it with, or None for the whole tensor.
@@ -119,7 +119,7 @@ def read(folder: Path, like: Like | None = None) -> dict[str, torch.Tensor]:
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """The names of the tensors in `folder`, from the headers alone. RunError: `read` would refuse one."""
+    """Return the names of the tensors in `folder`, from the headers alone. RunError: `read` would refuse one."""
     try:
         return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
     except MemoryError:
@@ -156,17 +156,17 @@ class _Writer(StorageWriter):
         self.files: dict[str, tuple[int, str]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """No state to reset."""
+        """Do nothing: there is no state to reset."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, unchanged."""
+        """Return the plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, each with the number of its process, counted from 1."""
+        """Return the plans, each with the number of its process, counted from 1."""
         return [dataclasses.replace(plan, storage_data=number) for number, plan in enumerate(plans, 1)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -186,7 +186,7 @@ class _Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        """Any folder is valid."""
+        """Return True: any folder is valid."""
         return True
 
 
@@ -196,7 +196,7 @@ def _bytes(item: WriteItem) -> int:
 
 
 def _split(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """`items` in files: wide types first, so that each tensor lies at a multiple of its item size."""
+    """Yield `items` in files: wide types first, so that each tensor lies at a multiple of its item size."""
     files: list[list[WriteItem]] = []
     size = 0
     for item in sorted(items, key=lambda item: (-item.tensor_data.properties.dtype.itemsize, item.index.fqn)):  # type: ignore[union-attr]
@@ -209,7 +209,7 @@ def _split(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tuple[int, str]:
-    """Write and flush one safetensors file; its size in bytes and its SHA-256."""
+    """Write and flush one safetensors file; return its size in bytes and its SHA-256."""
     digest = hashlib.sha256()
     entry = "header"
     try:
@@ -230,7 +230,7 @@ def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
 
 
 def _contents(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[str, memoryview]]:
-    """The header, with the place of each part in its tensor under DCP's key, and the bytes of each tensor.
+    """Yield the header, with the place of each part in its tensor under DCP's key, and the bytes of each tensor.
 
     A copy from a GPU lives only while it is used.
     """

@@ -171,26 +171,26 @@ class Store:
         remove_link(self.folder / name)
 
     def linked(self, name: str) -> str | None:
-        """The target of the link `name`, which need not exist; None for a target outside of this folder."""
+        """Return the target of the link `name`, which need not exist; None for a target outside of this folder."""
         link = self.folder / name
         target = os.readlink(link) if link.is_symlink() else None
         return None if target is None or os.sep in target or target.startswith(".") else target
 
     def path(self, name: str) -> Path:
-        """The folder of a checkpoint; after a kill between the two renames of a save, that of the older one."""
+        """Return the folder of a checkpoint; after a kill between the two renames of a save, the older one's."""
         final, replaced = self.folder / name, self.folder / f"{name}{_REPLACED}"
         return replaced if replaced.exists() and not final.exists() else final
 
     def names(self) -> list[str]:
-        """Published checkpoints, oldest first, whether they verify or not."""
+        """Return the names of published checkpoints, oldest first, whether they verify or not."""
         return [entry.name for entry in self.entries()]
 
     def entries(
         self, whole: Callable[[str], bool] | None = None, *, apart: bool = False
     ) -> list[tiers.CheckpointEntry]:
-        """Published checkpoints, oldest first, with their place in the run; valid by sizes, or by `whole`.
+        """Return published checkpoints, oldest first, with their place in the run; valid by sizes, or by `whole`.
 
-        apart: include those that are kept to be looked at.
+        apart: include checkpoints that are kept for inspection only.
         """
         found = {}
         for path in self.folder.glob("*"):
@@ -204,13 +204,13 @@ class Store:
         return tiers.ordered(found.values())
 
     def problem(self, name: str) -> str | None:
-        """What is wrong with a checkpoint, or None."""
+        """Describe the problem of a checkpoint, or return None."""
         return problem(self.path(name))
 
     def newest_valid(
         self, before: int | None = None, planned: bool = False, loads: bool = False
     ) -> tuple[str | None, list[str]]:
-        """The newest checkpoint that verifies, and a line for each newer damaged one.
+        """Return the newest checkpoint that verifies, and a line for each newer damaged one.
 
         Args:
             before: only checkpoints of steps before this.
@@ -229,11 +229,11 @@ class Store:
         return None, damaged
 
     def may_begin(self, wanted: str) -> bool:
-        """Whether a run may begin if no checkpoint is valid: with `auto`, or with `latest` if there is none at all."""
+        """Return True if a run may begin without a valid checkpoint: with `auto`, or with `latest` if there is none."""
         return wanted == "auto" or (wanted == "latest" and not self.names())
 
     def choose(self, wanted: str, loads: bool = False) -> Path:
-        """The resolved folder of the checkpoint called `wanted`: latest, best, a name in this run, or a path.
+        """Return the resolved folder of the checkpoint called `wanted`: latest, best, a name in this run, or a path.
 
         loads: see `problem`.
 
@@ -294,14 +294,14 @@ class Store:
         return gone
 
     def aside(self) -> list[Path]:
-        """Set-aside checkpoints, oldest first, without those left by a kill between the two renames of a save."""
+        """Return set-aside checkpoints, oldest first, except ones that a kill between a save's renames left."""
         return [path for path in aside_in(self.folder) if not path.name.endswith(_REPLACED)]
 
     def _kept(self, protected: Collection[str]) -> set[str]:
         return {*protected, *filter(None, map(self.linked, tiers.LINKS))}
 
     def _remove_aside(self, name: str) -> bool:
-        """Remove a set-aside checkpoint; False if a file in it has changed, or a link points at it."""
+        """Remove a set-aside checkpoint; return False if a file in it has changed, or a link points at it."""
         if name in self._unproven | self._kept(()):
             return False
         gone = self._removed(self.folder / name, vouched_files(self.folder / name), "checkpoint.pruning")
@@ -310,15 +310,14 @@ class Store:
         return gone
 
     def remove(self, name: str) -> bool:
-        """Remove an existing checkpoint; False if it stays: it has a file that its manifest does not name, or cannot
-        be changed.
-        """
+        """Remove an existing checkpoint; return False if it stays: it has a file that its manifest does not name, or
+        cannot be changed."""
         path = self.folder / name
         self._whole.pop(name, None)
         return self._removed(path, sealed_files(path), "checkpoint.pruning")
 
     def _removed(self, path: Path, files: Collection[str], label: str) -> bool:
-        """`remove_folder`; what the system refuses is a warning, once for each folder, and no reason to end a run."""
+        """Call `remove_folder`; a refusal of the system is a warning, once for each folder, and does not end a run."""
         try:
             return remove_folder(path, files, label)
         except OSError as error:
@@ -401,7 +400,7 @@ class Store:
             sweep(self.folder)
 
     def _is_whole(self, name: str) -> bool:
-        """Whether a checkpoint can be loaded, cached until a file changes."""
+        """Return True if a checkpoint can be loaded; cached until a file changes."""
         try:
             fingerprint = _fingerprint(self.path(name))
         except OSError:
@@ -437,7 +436,7 @@ def load(path: Path, like: shards.Like | None = None) -> Checkpoint:
 
 
 def _write(path: Path, text: str) -> tuple[int, str]:
-    """Write a text file, flushed to the disk; its size in bytes and its SHA-256."""
+    """Write a text file, flushed to the disk; return its size in bytes and its SHA-256."""
     content = text.encode()
     try:
         path.write_bytes(content)
@@ -448,6 +447,6 @@ def _write(path: Path, text: str) -> tuple[int, str]:
 
 
 def _fingerprint(path: Path) -> object:
-    """A value that changes when a file of the folder is replaced or written to."""
+    """Return a value that changes when a file of the folder is replaced or written to."""
     found = [(each.name, each.stat()) for each in sorted(path.iterdir())]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found]

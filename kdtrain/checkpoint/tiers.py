@@ -54,30 +54,30 @@ class Keep:
 
 
 def name_of(tier: Tier, number: int) -> str:
-    """The name of a checkpoint of a numbered tier: of its step, or of the end of an epoch, counted from 1."""
+    """Return the name of a checkpoint of a numbered tier: of its step, or of the end of an epoch, counted from 1."""
     prefix, digits = _NUMBERED[tier]
     return f"{prefix}-{number:0{digits}d}"
 
 
 def is_apart(name: str) -> bool:
-    """Whether a checkpoint of this name is kept to be looked at only."""
+    """Return True if a checkpoint of this name is kept for inspection only."""
     return tier(name) == "exploded"
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint may have this name."""
+    """Return True if a checkpoint may have this name."""
     odd = not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name)
     # the last: as `files.set_aside` ends a name
     return not (odd or name in LINKS or re.search(r"\.(?:left|damaged|old|replaced)-\d+$", name))
 
 
 def is_planned(name: str) -> bool:
-    """Whether an uninterrupted run, on any machine, also has this checkpoint."""
+    """Return True if an uninterrupted run, on any machine, also has this checkpoint."""
     return not name.startswith("interrupted-") and tier(name) not in ("clock", "exploded")
 
 
 def tier(name: str) -> Tier:
-    """The tier of a name."""
+    """Return the tier of a name."""
     for kind, (prefix, digits) in _NUMBERED.items():
         if re.fullmatch(rf"{prefix}-\d{{{digits},}}", name):
             return kind
@@ -86,18 +86,18 @@ def tier(name: str) -> Tier:
 
 
 def step_in(name: str) -> int:
-    """The step parsed from a name, for a checkpoint with an unreadable manifest; -1 if it has none."""
+    """Return the step parsed from a name, for a checkpoint with an unreadable manifest; -1 if it has none."""
     found = re.search(r"^(?:step-|interrupted-|clock-|exploded-)(\d+)|iter(\d+)", name)
     return int(found[1] or found[2]) if found else -1
 
 
 def ordered(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
-    """`entries` oldest first: by step, by the number of rollbacks before it, and special ones after the others."""
+    """Return `entries`, oldest first: by step, by the number of rollbacks before it, then special ones last."""
     return sorted(entries, key=lambda each: (each.step, each.rollbacks, _RANK[tier(each.name)], each.name))
 
 
 def removable(entries: Iterable[CheckpointEntry], keep: Keep, protected: Collection[str] = ()) -> list[str]:
-    """The names that retention no longer needs, oldest first.
+    """Return the names that retention no longer needs, oldest first.
 
     The newest valid ones of each tier stay, as many as `keep` states, the newest valid one of all tiers, and the
     `protected`. Damaged ones stay for inspection and do not count.

@@ -47,7 +47,7 @@ _NARROWEST = 40
 def register_command(
     name: str, config: type, *, help: str = "", models: bool = False, resumes: bool = False
 ) -> Callable[[Main], Main]:
-    """Decorator: make a function the command `kdtrain NAME`.
+    """Return a decorator that makes a function the command `kdtrain NAME`.
 
     Args:
         name: the name that users type.
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _end(text: str, code: int = 0) -> typing.NoReturn:
-    """Print, if anybody still reads it, and exit."""
+    """Print a line, if anybody still reads it, and exit."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -158,12 +158,12 @@ def _end(text: str, code: int = 0) -> typing.NoReturn:
 
 
 def _drop_output() -> None:
-    """The reader of our output is gone: the flush at exit must not raise the error again."""
+    """Point stdout at the null device: its reader is gone, and the flush at exit must not raise the error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
-    """The configuration of `command`, from flags and from the TOML file that `--config` names.
+    """Parse the configuration of `command` from flags and from the TOML file that `--config` names.
 
     look: also refuse paths that lead nowhere.
 
@@ -176,7 +176,7 @@ def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
 
 
 def missing(config: Any) -> Iterator[tuple[str, str]]:
-    """Each path that leads nowhere among those that a configuration names, with what is wrong with it."""
+    """Yield each path of a configuration that leads nowhere, with its mistake."""
     options, tables = options_of(type(config)), sections(config).values()
     given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
     for name, value in given.items():
@@ -186,13 +186,13 @@ def missing(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _configurations() -> dict[str, type]:
-    """Those of the commands that come with kdtrain; a package that fails to load is not the answer to a mistake."""
+    """Return the configurations of the commands that come with kdtrain, not of packages, which may fail to load."""
     COMMANDS.help()
     return {name: each.config for name, each in COMMANDS.entries.items()}
 
 
 def _topic(argv: list[str]) -> str | None:
-    """The topic of `--help`: empty for the short help; None without it."""
+    """Return the topic of `--help`: empty for the short help; None without it."""
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):
             after = argv[place + 1 : place + 2]
@@ -203,7 +203,7 @@ def _topic(argv: list[str]) -> str | None:
 
 
 def _listed() -> dict[str, str]:
-    """Every command with its line of help, those of a first day first."""
+    """Return every command with its line of help, the commands for a first day first."""
     known = COMMANDS.help()
     return {name: known[name] for name in [*_ORDER, *sorted(known)] if name in known}
 
@@ -221,7 +221,7 @@ def _unknown_command(word: str) -> str:
 
 
 def _fail(code: int, message: str, reported: bool = False, cause: bool = True) -> typing.NoReturn:
-    """Exit with `code` and one line, unless another rank prints it (`reported`); torchrun gets that of the `cause`."""
+    """Exit with `code` and one line, unless another rank prints it (`reported`); torchrun gets the line of `cause`."""
     message = printable(" ".join(message.split()))
     message = message if len(message) <= _LONGEST else message[:_LONGEST] + "..."
     if (rank := os.environ.get("RANK") or "0") != "0" and rank.isdigit() and not message.startswith("rank "):

@@ -18,7 +18,7 @@ _COLUMN = 28
 
 
 def help_of(command: str, kind: type, topic: str = "") -> str:
-    """The text of `COMMAND --help TOPIC`.
+    """Return the text of `COMMAND --help TOPIC`.
 
     topic: empty for the options that most users need; `all`, the name of a section, or that of an option.
 
@@ -58,7 +58,7 @@ def help_of(command: str, kind: type, topic: str = "") -> str:
 
 
 def _name(option: Option) -> str:
-    """The option as users type it, with what stands for its value."""
+    """Return the option as users type it, with the placeholder of its value."""
     if option.positional:
         return f"{option.flag} ..." if words_wanted(option.kind) is None else option.flag
     if option.switch:
@@ -67,12 +67,12 @@ def _name(option: Option) -> str:
 
 
 def _names(option: Option) -> dict[str, str]:
-    """Return the names that packages can add to, with their help; of an option with words of its own none."""
+    """Return the names that packages can add to, with their help; none for an option with words of its own."""
     return {} if choices(option.kind) else registered(option.flag)
 
 
 def _brief(option: Option) -> str:
-    """The beginning of an option's docstring, with the words that it takes where its name does not show them."""
+    """Return the beginning of an option's docstring, with the words that it takes where its name does not show them."""
     text = option.text.partition(";")[0].rstrip(".")
     words = list(_names(option)) or (choices(option.kind) if len(_name(option)) >= _COLUMN - 2 else [])
     words = [each for each in words if each != option.default]
@@ -81,7 +81,7 @@ def _brief(option: Option) -> str:
 
 
 def _long(option: Option) -> list[str]:
-    """An option with its docstring, its default, and the names that packages can add to."""
+    """Return the lines of an option: its docstring, its default, and the names that packages can add to."""
     lines = _row(_name(option), f"{option.text}{option.default_text}")
     for name, text in _names(option).items():
         lines += wrapped(text, f"  {name:<18} ", indent=21, before=4)
@@ -95,7 +95,7 @@ def _row(name: str, text: str) -> list[str]:
 
 
 def wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = "") -> list[str]:
-    """`text` in the width of the terminal; each line but the last has `end`."""
+    """Wrap `text` to the width of the terminal; each line but the last has `end`."""
     width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
     width -= len(end) if len(first + text) > width else 0
     lead, rest = " " * before + first, " " * (before + min(indent, width // 2))

@@ -30,7 +30,7 @@ Look = Callable[[Option, str, Mapping[str, str]], str | None]
 
 
 class Given(NamedTuple):
-    """What was given for an option."""
+    """The words or the value given for an option."""
 
     words: tuple[str, ...]
     """As messages show it."""
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
 
 def parse(command: str, kind: type, argv: list[str], others: Others, look: Look | None = None) -> Any:
-    """The configuration of class `kind` that `argv` asks for.
+    """Parse `argv` into a configuration of class `kind`.
 
     Args:
         command: what calls it, such as `kdtrain distill`, for messages.
@@ -70,14 +70,14 @@ def parse(command: str, kind: type, argv: list[str], others: Others, look: Look 
 
 
 def refusal(mistakes: Iterable[str]) -> UsageError:
-    """The error that names all `mistakes`, the first ones if there are many."""
+    """Return the error that names all `mistakes`, the first ones if there are many."""
     found = list(dict.fromkeys(mistakes))
     more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
     return UsageError("; ".join([*found[:MOST], *more]))
 
 
 class _Line:
-    """A command line while it is read: what was given for each option, and the mistakes."""
+    """A command line while it is read: the values given for each option, and the mistakes."""
 
     def __init__(self, command: str, kind: type, others: Others) -> None:
         self.command, self.kind, self.others, self.options = command, kind, others, options_of(kind)
@@ -91,7 +91,7 @@ class _Line:
         """Options that are like none there is."""
 
     def read(self, argv: list[str]) -> None:
-        """Take `argv`, and behind it the file that it names with `--config`."""
+        """Read `argv`, and after it the file that it names with `--config`."""
         positionals = [each for each in self.options.values() if each.positional]
         position, flags = 0, []
         while position < len(argv):
@@ -130,7 +130,7 @@ class _Line:
                 self.given.setdefault(name, []).insert(0, given)
 
     def _flag(self, word: str, values: list[str], equals: bool, wanting: bool) -> int:
-        """Take the flag `word` with as many of `values` as it has; return how many those are.
+        """Take the flag `word` with as many of `values` as it has; return the number of these values.
 
         wanting: whether a word behind a switch may be an argument.
         """
@@ -167,7 +167,7 @@ class _Line:
             before.append(Given(words))
 
     def _no_option(self, word: str, values: list[str]) -> int:
-        """Note that `word` is no option, and what it may stand for; return how many values were meant for it."""
+        """Note that `word` is not an option, and which one it may mean; return how many values were meant for it."""
         self.unknown = True
         name = word.lstrip("-").replace("-", "_")
         if name.startswith("no_") and name[3:] in self.options:
@@ -207,7 +207,7 @@ class _Line:
         return 0
 
     def values(self) -> dict[str, Any]:
-        """The value of each option that is given; those that are none, or missing, become mistakes."""
+        """Return the value of each option that is given; unfit and missing values become mistakes."""
         values = {}
         for name, each in self.given.items():
             option = self.options[name]
@@ -240,7 +240,7 @@ class _Line:
 
 
 def _value(option: Option, given: Given) -> Any:
-    """The value of an option. UsageError: what is wanted."""
+    """Return the value of an option. UsageError: states which values fit."""
     if given.value is not None:  # a file's: with its own type
         value = given.value if isinstance(given.value, list) or not option.several else [given.value]
         return convert(value, option.kind)
@@ -255,7 +255,7 @@ def _lowered(text: str) -> str:
 
 
 def _wrong(option: Option, words: tuple[str, ...], problem: str) -> str:
-    """The message about `words` that are no value of `option`."""
+    """Return the message about `words` that do not fit `option`."""
     if problem != wanted(option.kind):
         return problem
     first = " ".join(words[:1])
@@ -271,7 +271,7 @@ def _wrong(option: Option, words: tuple[str, ...], problem: str) -> str:
 def _read_file(
     path: Path, options: Mapping[str, Option], command: str
 ) -> tuple[dict[str, Given], list[str], list[str]]:
-    """What a file gives for each option, what is wrong with its keys, and what of it is called otherwise today.
+    """Read each option's value from a file; return also the mistakes in its keys, and the options renamed since.
 
     UsageError: it cannot be read, has options of an earlier version without a place today, or names a command although
     it may have been downloaded.
@@ -320,7 +320,7 @@ def _read_file(
 
 
 def _place(key: str, options: Mapping[str, Option], sections: Mapping[str, list[str]], section: str = "") -> str:
-    """Advice for a key that is in no section or in the wrong one; empty if it is like none."""
+    """Return advice for a key that is in no section or in the wrong one; empty if no option is like it."""
     name = key.replace("-", "_")
     if name == "config":
         return "a file cannot name another one"

@@ -11,7 +11,7 @@ from kdtrain.tables import show
 
 
 def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[str] = (), **facts: Any) -> None:
-    """Print what a cache is: a short page, or one JSON object of everything.
+    """Print the facts about a cache: a short page, or one JSON object of everything.
 
     lines: for the page, what only this command knows. facts: of this command alone, for the object.
     """
@@ -36,6 +36,6 @@ def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[
 
 
 def next_step(path: Path | str, manifest: Manifest) -> Iterator[str]:
-    """The command that follows for a cache, if it has a teacher's distributions."""
+    """Yield the command that follows for a cache, if it has a teacher's distributions."""
     if manifest.codec.taught:
         yield f"Next: kdtrain distill --cache {shlex.quote(str(path))} --student SPEC --out runs/NAME"

@@ -19,7 +19,7 @@ from kdtrain.training.signals import interruptible
 
 
 def main(config: CacheTeacherConfig) -> int:
-    """Build the cache, or what an interrupted command left to build, and print what it is.
+    """Build the cache, or the parts that an interrupted command left out, and print the facts about it.
 
     Raises:
         UsageError, RunError: as `kd.cache_teacher`.
@@ -55,7 +55,7 @@ def main(config: CacheTeacherConfig) -> int:
 
 
 def build_among_ranks(config: CacheTeacherConfig, *, wait: bool) -> dict[str, Any] | None:
-    """As `run.capture.capture`. Ranks but the first `wait` for the manifest, or return before it is written."""
+    """Build a cache by `run.capture.capture`. Other ranks `wait` for the manifest, or return before it is written."""
     setup_logging(quiet=not is_main())
     device = pick_device(config.device)
     with same_ranks(config, device):

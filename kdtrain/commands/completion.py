@@ -18,13 +18,13 @@ from kdtrain.registry import Registry
 
 
 def main(config: CompletionConfig) -> int:
-    """Print the script."""
+    """Print the script of the shell."""
     print(SCRIPTS[config.shell](), end="")
     return 0
 
 
 def flags(kind: type) -> dict[str, list[str] | None]:
-    """The flags of a command, each with the words that it takes: none for a switch; None: a file or a free text."""
+    """Return the flags of a command, each with the words that it takes: none for a switch; None: any text or a file."""
     names = {each.option: list(each.help()) for each in vars(choices).values() if isinstance(each, Registry)}
     names |= {"--teacher": list(shipped("teachers")), "--student": list(shipped("students"))}
     found: dict[str, list[str] | None] = {}
@@ -37,7 +37,7 @@ def flags(kind: type) -> dict[str, list[str] | None]:
 
 
 def _commands() -> Iterator[tuple[str, dict[str, list[str] | None], str]]:
-    """Each command, its flags, and the words that may stand without one; not of a package that fails to load."""
+    """Yield each command, its flags, and the words that may stand without one; skip a package that fails to load."""
     COMMANDS.every()  # names what is broken
     for name in COMMANDS.help():
         with suppress(UsageError):
@@ -47,7 +47,7 @@ def _commands() -> Iterator[tuple[str, dict[str, list[str] | None], str]]:
 
 
 def bash() -> str:
-    """For bash: `source` it, or put it into a folder that bash-completion reads."""
+    """Return the script for bash: `source` it, or put it into a folder that bash-completion reads."""
     known, cases, values = list(_commands()), [], []
     for name, found, places in known:
         cases.append(f'    {name}) flags="{" ".join(found)}" words="{places}" ;;')
@@ -78,12 +78,12 @@ complete -o default -F _kdtrain kdtrain
 
 
 def zsh() -> str:
-    """For zsh, which runs the functions of bash."""
+    """Return the script for zsh, which runs the functions of bash."""
     return f"autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n{bash()}"
 
 
 def fish() -> str:
-    """For fish: put it into ~/.config/fish/completions/kdtrain.fish."""
+    """Return the script for fish: put it into ~/.config/fish/completions/kdtrain.fish."""
     lines = ["# kdtrain completion fish"]
     for command, found, words in _commands():
         text = COMMANDS.help()[command].replace("\\", "\\\\").replace("'", "\\'")

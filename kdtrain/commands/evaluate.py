@@ -53,7 +53,7 @@ from kdtrain.training.validate import calibration, summary, validate
 
 
 def main(config: EvaluateConfig) -> int:
-    """Print loss, perplexity, KL, agreement, calibration and acceptance of each student, and record those of runs.
+    """Print loss, perplexity, KL, agreement, calibration and acceptance of each student; record them for runs.
 
     UsageError, RunError: as `evaluate`.
     """
@@ -70,7 +70,7 @@ def main(config: EvaluateConfig) -> int:
 
 
 def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
-    """Measure one student, and record it where it is a run's: what `kdtrain evaluate --json` prints.
+    """Measure one student, and record the numbers if it is a run's; return the object of `kdtrain evaluate --json`.
 
     UsageError: student, teacher and data do not fit together. RunError: the loss is non-finite.
     """
@@ -124,8 +124,8 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
 
 
 def _refuse_text(config: EvaluateConfig, name: str) -> None:
-    """UsageError: the tokenizers differ, the text is too short, or its rows are longer than a spec's positions or of
-    another split, which is seen before any weights are loaded."""
+    """Raise UsageError, before any weights are loaded, if the tokenizers differ, the text is too short or of another
+    split, or its rows are longer than a spec's positions."""
     place, data = tokenizer_place(name), config.data
     own = None if config.cross_tokenizer else digest_of(place)
     settings = None if config.cache is None else open_cache(config.cache).manifest.settings
@@ -151,7 +151,7 @@ def _refuse_text(config: EvaluateConfig, name: str) -> None:
 def _last_words(
     config: EvaluateConfig, student: SplitModel, tokenizer: Any, teacher: OnlineTeacher | None
 ) -> dict[str, Any]:
-    """The share of passages whose last word student and teacher write, each in its own tokens."""
+    """Return the share of passages whose last word student and teacher write, each in its own tokens."""
     found, device = dict[str, Any](), next(student.parameters()).device
     readers = {"last_word": (student.logits, tokenizer)}
     if teacher is not None:
@@ -172,7 +172,7 @@ def _source(
     mode: str,
     student: SplitModel,
 ) -> Iterator[tuple[Source, dict[str, Any], OnlineTeacher | None]]:
-    """Yield what to measure on, a split of a cache or text packed into a temporary folder, its name and its teacher."""
+    """Yield the source to measure on, its name and its teacher: a split of a cache, or text packed for the block."""
     teacher: OnlineTeacher | None = None
     vocab_size = student.vocab_size
     checks: list[Callable[[int, bool], None]] = [partial(check_fits, student, name)]

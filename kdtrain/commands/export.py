@@ -35,7 +35,7 @@ from kdtrain.training.state import read_saved
 
 
 def main(config: ExportConfig) -> int:
-    """Write the student of a run's checkpoint into `config.out`; of several processes rank 0 does, the others wait.
+    """Write the student of a run's checkpoint into `config.out`; of several processes rank 0 writes, the others wait.
 
     Raises:
         UsageError: there is no such run or checkpoint, `config.out` is not empty, or another process exports there.
@@ -57,7 +57,7 @@ def main(config: ExportConfig) -> int:
 
 
 def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
-    """The checkpoint to export, its student and state, and the base of its adapters; refuses before any writing."""
+    """Read the checkpoint to export: its path, student, state and adapters' base; refuse before any writing."""
     out, found = config.out, ""
     refuse_foreign(out)
     refuse_displacing(out, {"the run": config.run})
@@ -88,7 +88,7 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
 
 
 class Exported(NamedTuple):
-    """What a format makes the arguments of `export_model` of."""
+    """The arguments of `export_model` that a format makes, and the facts to show."""
 
     config: ExportConfig
     student: SplitModel
@@ -103,7 +103,7 @@ class Exported(NamedTuple):
 
 @EXPORTS.registers("safetensors", "")
 def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Prepare a folder for transformers: the arguments of `export_model`, and what is shown beside them."""
+    """Prepare a folder for transformers: return the arguments of `export_model`, and the facts shown beside them."""
     config = of.config
     if of.tokenizer is None:
         text = "exported without a tokenizer: %s holds none; copy that of its student or teacher into %s"
@@ -116,7 +116,7 @@ def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[str, Any], base: str) -> dict[str, Any]:
-    """Write the folder, and return what is shown. What comes after `config` is of `_read`."""
+    """Write the folder, and return the facts to show; the arguments after `config` come from `_read`."""
     out = config.out
     run = run_of(path)
     step = state["progress"]["step"]

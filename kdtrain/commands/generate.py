@@ -33,7 +33,7 @@ from kdtrain.tables import show
 
 
 def main(config: GenerateConfig) -> int:
-    """Print the prompt and its continuation, token by token; with `--json` one object at the end.
+    """Print the prompt and its continuation, token by token; with `--json` print one object at the end.
 
     UsageError: the student has no tokenizer, or the prompt no tokens or too many. RunError: the logits are non-finite.
     """
@@ -58,7 +58,7 @@ def main(config: GenerateConfig) -> int:
 
 
 def chat(config: ChatConfig) -> int:
-    """Answer each turn that a user types, or each line of stdin, until these end; with `--json` one object then.
+    """Answer each turn that a user types, or each line of stdin, until they end; with `--json` print one object then.
 
     UsageError: a model has no chat template, or a turn cannot be read. RunError: the logits are non-finite.
     """
@@ -103,7 +103,7 @@ def chat(config: ChatConfig) -> int:
 
 
 class _Writer:
-    """A model that continues tokens, with its tokenizer and its end tokens; what it holds ends with `held`.
+    """A model that continues tokens, with its tokenizer and its end tokens; `held` frees its resources.
 
     kind: whose names ship, for `read_spec`.
     """
@@ -130,14 +130,14 @@ class _Writer:
         return self._held.enter_context(closing(Encoder(self.tokenizer, Masks("", 0), opening=True)))
 
     def rendered(self, messages: Messages, hint: str = "") -> list[int]:
-        """The tokens of a conversation up to an answer. UsageError, with the hint: the template refuses it."""
+        """Return the tokens of a conversation up to an answer. UsageError, with the hint: the template refuses it."""
         self._encoder.masks = Masks("", 0)
         prompt = self._encoder.prompt(Document(f"{self.name}{hint}", messages=messages))
         self._encoder.masks.refuse_none()
         return prompt
 
     def write(self, prompt: list[int], most: int, title: str, row: int = 0) -> None:
-        """Write `text` behind `prompt`, on stdout without `--json`, behind a title: each part as soon as it is whole.
+        """Write the continuation of `prompt` into `text`; without `--json` to stdout, after a title, as it grows.
 
         row: that of its draws. UsageError: the model cannot read the prompt.
         """
@@ -167,7 +167,7 @@ class _Writer:
         return logits_BV
 
     def _say(self, text: str) -> None:
-        """Print a text without control characters but for line breaks and tabs: a model may write any."""
+        """Print a text without control characters except line breaks and tabs: a model may write any."""
         if not self._config.json:
             print("".join(each if each in "\n\t" else printable(each) for each in text), end="", flush=True)
 
@@ -191,7 +191,7 @@ class _Talker(_Writer):
             self.ends |= {*[each for each in whole[same:] if each in special and special[each].special][:1]}
 
     def answer(self, line: str, row: int, title: str) -> None:
-        """Answer a turn of the user; of an answer that is interrupted the conversation has what was written."""
+        """Answer a turn of the user; if the answer is interrupted, the conversation keeps the part written so far."""
         _refuse_bytes(line, "the turn")
         messages, most = [*self._messages, {"role": "user", "content": line}], self._config.max_new_tokens
         room = self.positions - min(most, self.positions // 2)

@@ -44,10 +44,10 @@ _PARENTS = 50
 
 
 def main(config: InspectConfig) -> int:
-    """Print the page.
+    """Print the page of the path, or of this machine.
 
     Raises:
-        UsageError: the path is none of what is shown, or a damaged cache.
+        UsageError: the path is not of a kind that is shown, or is a damaged cache.
     """
     setup_logging()
     if config.hardware:
@@ -66,7 +66,7 @@ def main(config: InspectConfig) -> int:
 
 
 def _kind(path: Path) -> str:
-    """What a path is. UsageError: nothing of ours."""
+    """Return the kind of thing that lies at a path. UsageError: kdtrain does not know it."""
     if path.name.endswith(".h5") and path.is_file() and cache_format.SHARD_NAME.fullmatch(path.stem):
         return "shard"
     if path.suffix == ".toml" and path.is_file():
@@ -87,7 +87,7 @@ def _kind(path: Path) -> str:
 
 @contextlib.contextmanager
 def _as_written(path: Path) -> Iterator[None]:
-    """Turn an error about what a stranger wrote into a UsageError."""
+    """Turn an error about a file that a stranger wrote into a UsageError."""
     try:
         yield
     except (UsageError, RunError):
@@ -97,7 +97,7 @@ def _as_written(path: Path) -> Iterator[None]:
 
 
 def _watch(path: Path, kind: str) -> int:
-    """Print how a run or a cache is doing until it ends, every ten seconds."""
+    """Print the state of a run or a cache every ten seconds until it ends."""
     before: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -120,7 +120,7 @@ def _watch(path: Path, kind: str) -> int:
 
 
 def hardware() -> dict[str, Any]:
-    """Devices, number formats and compilers of this machine, with the reason where something is missing."""
+    """Return the devices, number formats and compilers of this machine, with the reason where one is missing."""
     import torch
 
     from kdtrain.precision.backends import capabilities
@@ -162,7 +162,7 @@ def _cache(path: Path) -> _Found:
 
 
 def _remote(address: Address) -> _Found:
-    """A cache elsewhere, of which the manifest alone is fetched."""
+    """Describe a remote cache from its manifest, the only file that is fetched."""
     from kdtrain.cache.read.remote import open_remote  # with the reader's torch
 
     remote = open_remote(address)
@@ -172,7 +172,7 @@ def _remote(address: Address) -> _Found:
 
 
 def _cache_record(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """What `--json` prints of a cache."""
+    """Return the facts that `--json` prints of a cache."""
     settings = manifest.settings
     optional = ("weights_cost", "generated", "text_counts", "origin", "parents")
     return {
@@ -218,7 +218,7 @@ def _run(path: Path) -> _Found:
 
 
 def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
-    """A run: how it ended, its losses beside the teacher's, checkpoints, warnings, health, and what to do next.
+    """Yield the page of a run: its end, its losses beside the teacher's, checkpoints, warnings, health, the next step.
 
     known: as `--json` prints it.
     """
@@ -271,7 +271,7 @@ def _shard(path: Path) -> _Found:
 
 
 def _model(path: Path) -> _Found:
-    """A model folder, such as an export: its architecture, size and tokenizer."""
+    """Describe a model folder, such as an export: its architecture, size and tokenizer."""
     adapter = (path / ADAPTER_CONFIG).is_file()
     shapes, dtypes, total = dict[str, int](), Counter[str](), 0
     try:
@@ -300,7 +300,7 @@ def _model(path: Path) -> _Found:
 
 
 def _folders(path: Path) -> dict[str, dict[str, Path]]:
-    """The runs and the caches in a folder, or in those of a sweep, by name."""
+    """Return the runs and the caches in a folder, or in a sweep's folders, by name."""
     inside = sorted(each for each in path.glob("*/*" if (path / "sweep.json").is_file() else "*") if each.is_dir())
     named = {str(each.relative_to(path)): each for each in inside if not each.name.startswith(".")}
     run, files = ("config.toml", "environment.json"), (cache_format.MANIFEST, cache_format.SETTINGS)
@@ -309,7 +309,7 @@ def _folders(path: Path) -> dict[str, dict[str, Path]]:
 
 
 def _folder(path: Path) -> _Found:
-    """The runs and caches of a folder, each with its main numbers."""
+    """Describe the runs and caches of a folder, each with its main numbers."""
     found, runs, caches, kept = _folders(path), dict[str, Any](), dict[str, Any](), dict[str, str]()
     for name, each in found["runs"].items():
         try:
@@ -365,7 +365,7 @@ def _run_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run_record(path: Path) -> dict[str, Any]:
-    """What `--json` prints of a run."""
+    """Return the facts that `--json` prints of a run."""
     store = Store(path / "checkpoints")
     environment = path / "environment.json"
     rows = {entry.name: _row(store, entry) for entry in store.entries(apart=True)}
@@ -390,7 +390,7 @@ def _run_record(path: Path) -> dict[str, Any]:
 
 
 def _aside(path: Path) -> dict[str, Any]:
-    """Files and folders that were set aside beside and inside a run or a cache: MiB by path, and in all."""
+    """Return the files and folders set aside beside and inside a run or a cache: MiB by path, and in all."""
     folders = [path, path / "checkpoints", path / "shards"]
     aside = [each for each in aside_in(path.parent) if each.name.startswith(f"{path.name}.")]
     aside += [each for folder in folders for each in aside_in(folder)]
@@ -408,7 +408,7 @@ def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:
-    """The row of a checkpoint: `loss` is the last training loss, `best_loss` the lowest validation loss until then.
+    """Return the row of a checkpoint: `loss` is the last training loss, `best_loss` the lowest validation loss so far.
 
     `validation_loss` is that of its own step, if it was validated; `written` is in local time.
     """
@@ -452,7 +452,7 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 
 def _spec(path: Path) -> _Found:
-    """The recipe of a teacher or a student."""
+    """Describe the recipe of a teacher or a student."""
     teaches, word = str(path) in shipped("teachers") or path.parent.name == "teachers", quoted(path)
     spec = read_spec(str(path), "teachers" if teaches else "students")
     facts = {name: value for name, value in vars(spec).items() if value not in (None, (), {}, False)}

@@ -24,7 +24,7 @@ from kdtrain.tokenizers.view_format import OWN, own_data, verify_view
 
 
 def main(config: VerifyConfig) -> int:
-    """Print what is damaged or cannot be right; return 0 if nothing is, else 1.
+    """Print the files that are damaged and the numbers that cannot be right; return 0 without any, else 1.
 
     Raises:
         UsageError: the path is neither a cache nor a run nor a checkpoint, or cannot be repaired.
@@ -64,7 +64,7 @@ def main(config: VerifyConfig) -> int:
 
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Whether a sound cache can be right: a record, what is wrong, and a page."""
+    """Check whether a sound cache can be right: return a record, the findings, and a page."""
     cache = open_cache(config.path)
     seen = look(cache)
     if seen is None:

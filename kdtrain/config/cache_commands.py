@@ -13,7 +13,7 @@ from kdtrain.files import same_path
 
 
 def check_device(name: str) -> None:
-    """UsageError: `name` is not a device."""
+    """Raise UsageError if `name` is not a device."""
     known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
     refuse(known is None, f"--device '{name[:80]}' is unknown; use auto, cpu, cuda or cuda:N")
 
@@ -92,15 +92,15 @@ class CacheTeacherConfig(Extended):
 
     @property
     def writer(self) -> Any:
-        """The section of a plugin by which another model writes the text; None: the teacher does."""
+        """The section of a plugin whose model writes the text instead of the teacher; None: the teacher writes it."""
         return next((each for each in self.plugins.values() if getattr(each, "writes", False)), None)
 
     def splits(self) -> dict[str, int | None]:
-        """How many sequences of each split to cache; None for all."""
+        """Return how many sequences of each split to cache; None for all."""
         return {"train": self.data.num_sequences, "validation": self.data.validation_sequences}
 
 
 def conflicts_with_own(out: Path, caches: Sequence[str]) -> Conflicts:
-    """The conflict of a cache that would be written into a folder that it is made from."""
+    """Yield the conflict of a cache that would be written into a folder that it is made from."""
     which = "one of the caches" if len(caches) > 1 else "the cache itself"
     yield any(same_path(out, each) for each in caches), f"--out {out} is {which}; choose another"

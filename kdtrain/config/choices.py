@@ -128,10 +128,10 @@ EXPORTS = Registry(
 
 
 def resolve_tail(tail: str, num_samples: int) -> str:
-    """The name of the rule that is used: with samples, the default `ghost` means `sampled`."""
+    """Return the name of the rule that is used: with samples, the default `ghost` means `sampled`."""
     return "sampled" if num_samples and tail == "ghost" else tail
 
 
 def registered(option: str) -> dict[str, str]:
-    """The names, each with its line, of a flag to which packages can add names; none for most flags."""
+    """Return the names, each with its line, of a flag to which packages can add names; none for most flags."""
     return next((each.help() for each in globals().values() if getattr(each, "option", "") == option), {})

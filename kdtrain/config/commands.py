@@ -24,7 +24,7 @@ from kdtrain.config.values import Conflicts, Extended, Options, Printed, option,
 
 
 def partners(pairs: tuple[str, ...]) -> dict[str, str]:
-    """The student's special token for each of the teacher's that `--special-tokens` names; empty: it is left out."""
+    """Return the student's special token for each of the teacher's in `--special-tokens`; empty: it is left out."""
     return {one: other for one, _, other in (each.partition("=") for each in pairs)}
 
 
@@ -157,7 +157,7 @@ class DistillConfig(Extended):
 
     @property
     def online(self) -> bool:
-        """Whether a teacher of this process answers while the student trains."""
+        """True if a teacher of this process answers while the student trains."""
         return self.teacher is not None and self.remote is None
 
     @property
@@ -274,7 +274,7 @@ class ExportConfig(Printed):
 
     @property
     def torch_dtype(self) -> str:
-        """`dtype` as torch names it."""
+        """The name of `dtype` in torch."""
         return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(self.dtype, self.dtype)
 
 

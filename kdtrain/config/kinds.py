@@ -27,7 +27,7 @@ _SHOWN = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
 def alternatives(kind: Any) -> list[Any]:
-    """The annotations that `kind` is a union of, without None."""
+    """Return the annotations that `kind` is a union of, without None."""
     if get_origin(kind) is Annotated:
         return alternatives(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -36,7 +36,7 @@ def alternatives(kind: Any) -> list[Any]:
 
 
 def choices(kind: Any) -> list[str]:
-    """The words that `kind` names itself."""
+    """Return the words that `kind` names itself."""
     items = _items(kind)
     listed = items[0] if items else kind
     found = [get_args(each) if get_origin(each) is Literal else _members(each) for each in alternatives(listed)]
@@ -44,7 +44,7 @@ def choices(kind: Any) -> list[str]:
 
 
 def words_wanted(kind: Any) -> int | None:
-    """How many words a value has; None for any number of them."""
+    """Return how many words a value has; None for any number of them."""
     items = _items(kind)
     if items is None:
         return 1
@@ -52,7 +52,7 @@ def words_wanted(kind: Any) -> int | None:
 
 
 def read_words(words: Sequence[str], kind: Any) -> Any:
-    """The value of a `kind` that `words` stand for. UsageError: what is wanted."""
+    """Convert `words` to a value of `kind`. UsageError: states which values fit."""
     if words == ["None"] and NoneType in get_args(kind):
         return None
     items, count = _items(kind), words_wanted(kind)
@@ -69,7 +69,7 @@ def read_words(words: Sequence[str], kind: Any) -> Any:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as a `kind`: a list for a tuple, text for a path and a path for text. UsageError: what is wanted."""
+    """Convert `value` to `kind`: a list to a tuple, text to a path and back. UsageError: states which values fit."""
     value = value.item() if hasattr(value, "item") else value  # a number of numpy
     if value is None and NoneType in get_args(kind):
         return None
@@ -86,7 +86,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def wanted(kind: Any) -> str:
-    """What a value of `kind` has to be, as a sentence."""
+    """Describe the values that fit `kind`, as a sentence."""
     items, names = _items(kind), choices(kind)
     if items is not None and items[-1] is not ...:
         many = _MANY.get(items[0], "values") if len({*items}) == 1 else "values"
@@ -99,7 +99,7 @@ def wanted(kind: Any) -> str:
 
 
 def metavar(kind: Any) -> str:
-    """What stands for a value of `kind` in help."""
+    """Return the placeholder for a value of `kind` in help."""
     if (items := _items(kind)) is not None:
         return f"{metavar(items[0])} ..." if items[-1] is ... else " ".join(metavar(each) for each in items)
     return "|".join(_described(kind, _SHOWN, "PATH") + choices(kind)) or "VALUE"
@@ -107,7 +107,7 @@ def metavar(kind: Any) -> str:
 
 @cache
 def documented(kind: type) -> dict[str, str]:
-    """The docstring of each field of a dataclass, its bases' included; empty where there is no source."""
+    """Return the docstring of each field of a dataclass, its bases' included; empty where there is no source."""
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         for line, text in pairwise(_classes(owner.__module__).get(owner.__name__, ())):
@@ -118,7 +118,7 @@ def documented(kind: type) -> dict[str, str]:
 
 @cache
 def _classes(module: str) -> dict[str, list[ast.stmt]]:
-    """What the classes of a module hold, by their names."""
+    """Return the statements in the body of each class of a module, by the class's name; empty without a source."""
     with suppress(OSError, TypeError, SyntaxError, KeyError):
         nodes = ast.walk(ast.parse(inspect.getsource(sys.modules[module])))
         return {each.name: each.body for each in nodes if isinstance(each, ast.ClassDef)}
@@ -126,7 +126,7 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
 
 
 def _items(kind: Any) -> tuple[Any, ...] | None:
-    """The annotations of the items of a tuple or a list, with ... at the end for any number; None for one value."""
+    """Return the annotations of a tuple's or list's items, with ... at the end for any number; None for one value."""
     found = alternatives(kind)
     if len(found) != 1 or get_origin(found[0]) not in (tuple, list):
         return None
@@ -142,7 +142,7 @@ def _read_word(word: str, kind: Any) -> Any:
 
 
 def _made(kind: Any, value: Any) -> Any:
-    """A class that makes its value from one word."""
+    """Make a value of a class that takes one word."""
     if not isinstance(value, str | kind):
         raise TypeError
     return value if isinstance(value, kind) else kind(value)
@@ -153,6 +153,6 @@ def _members(kind: Any) -> list[str]:
 
 
 def _described(kind: Any, names: dict[type, str], path: str) -> list[str]:
-    """What `names` call each alternative of a kind that they know, and each path."""
+    """Return the word in `names` for each alternative of a kind that has one, and `path` for each kind of path."""
     found = [names.get(each, path if hasattr(each, "__fspath__") else "") for each in alternatives(kind)]
     return [each for each in found if each]

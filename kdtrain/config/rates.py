@@ -15,7 +15,7 @@ Kind = Literal["fresh", "pretrained", "lora"]
 
 
 class Rate(NamedTuple):
-    """A row of the table."""
+    """A learning rate for students up to a size: a row of `RATES`."""
 
     parameters: float
     """It is for students of at most this many parameters."""
@@ -33,5 +33,5 @@ WORDS: dict[Kind, str] = {"fresh": "fresh weights", "pretrained": "pretrained we
 
 
 def rate_of(kind: Kind, parameters: float) -> Rate:
-    """The row for a student of `parameters`."""
+    """Return the row for a student of `parameters`."""
     return next(each for each in RATES[kind] if parameters <= each.parameters)

@@ -25,7 +25,7 @@ Maker = TypeVar("Maker", bound=Callable[[Any], Any])
 
 @dataclass(frozen=True)
 class Command:
-    """A command."""
+    """A registered command."""
 
     config: type
     """Its configuration, whose fields are its options."""
@@ -63,9 +63,9 @@ def register_section(name: str, kinds: Mapping[str, type]) -> None:
 
 
 def register_observer(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
-    """Decorator: call a function for each run that is built; the observer that it returns sees its steps and events.
+    """Return a decorator of a function, which is called for each run that is built and returns its observer.
 
-    The function gets an `ObserverRequest`, and returns None for a run that it does not observe. Its module should
-    import nothing heavy.
+    The observer sees the run's steps and events. The function gets an `ObserverRequest`, and returns None for a run
+    that it does not observe. Its module should import nothing heavy.
     """
     return OBSERVERS.registers(name, help)

@@ -11,7 +11,7 @@ from kdtrain.config.values import flag
 
 
 class Removed(NamedTuple):
-    """What answers for an option that is gone, or for one of its values."""
+    """The answer for an option that was removed, or for one of its values."""
 
     answer: str
     """The rest of the message that begins with the flag: what replaces it, and what to type."""
@@ -55,13 +55,13 @@ REMOVED: dict[str, Removed] = {
 
 
 def removed_from(command: str) -> dict[str, Removed]:
-    """The entries for a command, such as `distill`."""
+    """Return the entries for a command, such as `distill`."""
     name = command.removeprefix("kdtrain ")
     return {key: each for key, each in REMOVED.items() if not each.of or name in each.of}
 
 
 def answers(command: str, given: Iterable[tuple[str, Any]]) -> list[str]:
-    """What replaces those options of a command line, each with its value, that are gone."""
+    """Return the replacement of each removed option of a command line, whose options are given with their values."""
     known = removed_from(command)
     names = ((f"{name} {value}", name, name.removeprefix("no_")) for name, value in given)
     keys = dict.fromkeys(key for each in names for key in [key for key in each if key in known][:1])
@@ -80,7 +80,7 @@ class Renewed(NamedTuple):
 
 
 def renewed(command: str, table: Mapping[str, Any]) -> Renewed:
-    """`table`, a section of a file or of a checkpoint, as today's version reads it."""
+    """Return `table`, a section of a file or of a checkpoint, as today's version reads it."""
     known, result, successors = removed_from(command), Renewed({}, [], []), dict[str, Any]()
     for key, value in table.items():
         name = key.replace("-", "_")

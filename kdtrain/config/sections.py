@@ -60,11 +60,11 @@ class DataConfig(Options):
         yield self.text_column != "text" and self.format not in ("auto", "text"), f"--text-column {idle}"
 
     def conflicts_in_training(self) -> Conflicts:
-        """The conflict of a run that would train on the validation split."""
+        """Yield the conflict of a run that would train on the validation split."""
         yield self.split == "validation", "--split validation would train on the validation data; use train or test"
 
     def conflicts_with(self, cache: str) -> Conflicts:
-        """The conflicts of options of the text with the option `cache`, whose cache holds the text."""
+        """Yield the conflicts of options of the text with the option `cache`, whose cache holds the text."""
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
             yield changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out"
@@ -211,7 +211,7 @@ class ObjectiveConfig(Options):
 
     @property
     def first_alpha(self) -> float:
-        """Alpha before the first step; of auto, while nothing is measured."""
+        """Alpha before the first step; for `auto`, its value before anything is measured."""
         return FIXED_ALPHA if self.alpha == "auto" else self.alpha
 
 
@@ -247,7 +247,7 @@ class OptimizerConfig(Options):
 
     @property
     def peak_lr(self) -> float:
-        """The number of `lr`, which a run that is resolved has."""
+        """`lr` as the number that it is in a resolved run."""
         assert not isinstance(self.lr, str), "the run is not resolved"
         return self.lr
 
@@ -302,7 +302,7 @@ class LoraConfig(Options):
         return None if targets == ALL_LINEAR or self.lora_pattern else targets.split(",")
 
     def over(self, spec: "LoraConfig | None" = None) -> "LoraConfig | None":
-        """The adapters of a run, with every value: those of `spec` with what is given here; None without any.
+        """Return the adapters of a run, with every value: `spec`, with the values given here; None without any.
 
         UsageError: an option is given, and no rank.
         """
@@ -392,7 +392,7 @@ class MonitorConfig(Options):
 
     @property
     def loggers(self) -> list[tuple[str, str]]:
-        """Name and text of each logger of `--log-to`."""
+        """The name and the text of each logger of `--log-to`."""
         if self.log_to.strip() == "auto":
             installed = importlib.util.find_spec("tensorboard") and "tensorboard" in LOGGERS.names()
             return [("tensorboard", "")] if installed else []
@@ -523,7 +523,7 @@ class PrecisionConfig(Options):
         return {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(self.compile_mode, self.compile_mode)
 
     def conflicts_with(self, mode: str) -> Conflicts:
-        """The conflicts of options that have no effect in `mode`."""
+        """Yield the conflicts of options that have no effect in `mode`."""
         for each in dataclasses.fields(self):
             wanted = each.metadata.get("precisions", (mode,))
             idle = mode not in wanted and getattr(self, each.name) != each.default
@@ -563,16 +563,16 @@ class QuantizationConfig(Options):
     """Fewest steps from a switch to the next one that a rule triggers."""
 
     def rules(self, lr_schedule: str) -> tuple[str, ...]:
-        """The names of the rules for a run whose learning rate follows `lr_schedule`."""
+        """Return the names of the rules for a run whose learning rate follows `lr_schedule`."""
         default = "gap" if lr_schedule == "constant" else "schedule+gap"
         return tuple((self.quant_rule or default).split("+"))
 
     def mode(self, precision: str) -> str:
-        """The mode of --precision `precision`: auto is fp8 if quantisation is adaptive."""
+        """Return the mode of --precision `precision`: auto is fp8 if quantisation is adaptive."""
         return "fp8" if precision == "auto" and self.time_resume else precision
 
     def conflicts_with(self, mode: str, lr_schedule: str) -> Conflicts:
-        """The conflicts of a --time-resume that cannot work, in `mode`."""
+        """Yield the conflicts of a --time-resume that cannot work, in `mode`."""
         high = f"--time-resume has nothing to fall back from with --precision {mode}; use fp8, mxfp8 or mxfp4"
         yield self.time_resume and mode not in QUANTIZED, high
         endless = "--quant-rule schedule needs a decay phase, and --lr-schedule constant has none; use wsd or cosine"

@@ -26,7 +26,7 @@ USUAL_STEPS = 2000
 
 
 def option(default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
-    """A field of an `Options` class with attributes; without any, a plain default does. A default makes it optional.
+    """Make a field of `Options` with attributes; without any, a plain default does. A default makes it optional.
 
     Attributes:
         free: it may change when a run resumes, because it does not decide the result.
@@ -73,12 +73,12 @@ class Option:
 
     @property
     def text(self) -> str:
-        """Its docstring."""
+        """The docstring of the option."""
         return documented(self.owner).get(self.name, "")
 
     @property
     def flag(self) -> str:
-        """What users type for it."""
+        """The flag that users type for the option."""
         return self.name.upper() if self.positional else flag(self.name)
 
     @property
@@ -93,7 +93,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """Its default in brackets; empty where there is nothing to say."""
+        """The default in brackets; empty where there is nothing to say."""
         default = self.default
         if self.required:
             return " (required)"
@@ -105,7 +105,7 @@ class Option:
 
     @property
     def several(self) -> Any:
-        """True if its flag is given again for each value; a comma that joins them."""
+        """True if the flag is given again for each value; a comma if commas may join the values."""
         return self.field.metadata.get("several", False)
 
     @property
@@ -115,7 +115,7 @@ class Option:
 
 
 def sections_of(kind: type) -> dict[str, type]:
-    """The sections that plugins add to a command, by name; none if `kind` is no configuration that takes any."""
+    """Return the sections that plugins add to a command, by name; none if `kind` does not take any."""
     command = getattr(kind, "EXTENDED", "")
     found = SECTIONS.every() if command else {}
     return {name: kinds[command] for name, kinds in found.items() if command in kinds}
@@ -124,10 +124,10 @@ def sections_of(kind: type) -> dict[str, type]:
 def options_of(
     kind: type, section: str = "run", default: Any = None, sections: Mapping[str, type] | None = None
 ) -> dict[str, Option]:
-    """The options of a configuration's class, by name. UsageError: its sections cannot stand beside each other.
+    """Return the options of a configuration's class, by name. UsageError: its sections exclude each other.
 
     default: an instance of it, whose values are the defaults.
-    sections: those that plugins add; by default all.
+    sections: the sections that plugins add; by default all.
     """
     hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
     for each in sorted(dataclasses.fields(kind), key=lambda each: each.name == "json"):  # the last one in help
@@ -152,12 +152,12 @@ def options_of(
 
 
 def fields_of(kind: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Each option of a configuration's class with its section; the names of all are different."""
+    """Return each option of a configuration's class with its section; the names of all are different."""
     return ((each.section, each.field) for each in options_of(kind).values())
 
 
 def section_of(config: Any, section: str) -> Any:
-    """The section of a configuration, of a plugin's too; itself for `run`."""
+    """Return a section of a configuration, also a plugin's; the configuration itself for `run`."""
     if section == "run":
         return config
     plugins = getattr(config, "plugins", {})
@@ -165,12 +165,12 @@ def section_of(config: Any, section: str) -> Any:
 
 
 def marked(kind: type, attribute: str) -> set[str]:
-    """The options of a command whose `attribute` is true."""
+    """Return the options of a command whose `attribute` is true."""
     return {each.name for _, each in fields_of(kind) if each.metadata.get(attribute)}
 
 
 def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T:
-    """`config`, or the defaults of `kind`, with `options` by their names on the command line, whatever their section.
+    """Return `config`, or the defaults of `kind`, with `options` by their names on the command line in any section.
 
     UsageError: an unknown option, a value that does not fit, or a required one that is missing.
     """
@@ -202,7 +202,7 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
 
 
 def default_of(kind: type, name: str) -> Any:
-    """The default of an option, or of a section, of a configuration's class; MISSING where there is none."""
+    """Return the default of an option, or of a section, of a configuration's class; MISSING where there is none."""
     field = kind.__dataclass_fields__.get(name)  # type: ignore[attr-defined]
     if field is None:
         return sections_of(kind)[name]()
@@ -210,7 +210,7 @@ def default_of(kind: type, name: str) -> Any:
 
 
 def flag(name: str) -> str:
-    """The flag of an option."""
+    """Return the flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -258,7 +258,7 @@ class Options:
             refuse(bool(cannot), message)
 
     def conflicts(self) -> Conflicts:
-        """The conflicts of a class; `__post_init__` refuses the first."""
+        """Return the conflicts of a class; `__post_init__` refuses the first."""
         return ()
 
 
@@ -318,7 +318,7 @@ def _refuse_outside(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
 
 
 def sections(config: Any) -> dict[str, dict[str, Any]]:
-    """The options of `config` by section, as plain values; options without a section are under "run"."""
+    """Return the options of `config` by section, as plain values; options without a section are under "run"."""
     result: dict[str, dict[str, Any]] = {"run": {}}
     for section, each in fields_of(type(config)):
         owner = section_of(config, section)
@@ -327,7 +327,7 @@ def sections(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def written(option: dataclasses.Field[Any], value: Any) -> Any:
-    """The value of an option as files hold it: paths are text, tuples lists, and one of several values itself."""
+    """Return the value of an option as files hold it: paths as text, tuples as lists, one of several values itself."""
     if option.metadata.get("several") and isinstance(value, tuple) and len(value) < 2:
         value = value[0] if value else None
     if isinstance(value, Path):
@@ -336,7 +336,7 @@ def written(option: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def shareable(config: Any) -> dict[str, dict[str, Any]]:
-    """`sections` without private options, for what is written into a run and may be published with it.
+    """Return `sections` without private options: they are written into a run and may be published with it.
 
     A command may hold a secret address, and repeating a run from its config.toml must not run a command by itself.
     """

@@ -19,18 +19,18 @@ _LONGEST = 60
 
 @cache
 def words_of(table: str) -> dict[str, list[str]]:
-    """A table of words.toml, `commands`, `options` or `values`: what is here, with the words for it."""
+    """Read a table of words.toml, `commands`, `options` or `values`: kdtrain's names, each with the words for it."""
     tables = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
     return {meant: words.split() for meant, words in tables[table].items()}
 
 
 def meant_by(table: str) -> dict[str, str]:
-    """Each word of a table of words.toml, with the first that it is a word for."""
+    """Return each word of a table of words.toml, with the first name that it stands for."""
     return {word: meant for meant, words in reversed(words_of(table).items()) for word in words}
 
 
 def option_meant(word: str, known: Collection[str]) -> str | None:
-    """The flag, perhaps with a value, that `word` (without --) stands for among the options `known`; None: nothing.
+    """Return the flag, perhaps with a value, that `word` (without --) means among the options `known`; None: nothing.
 
     A name of another tool wins over a near spelling: max_steps is not max_skips.
     """
@@ -55,12 +55,12 @@ def option_meant(word: str, known: Collection[str]) -> str | None:
 
 
 def word_meant(word: str, known: Collection[str]) -> str | None:
-    """The one of `known` that is spelt most like `word`; None where none is."""
+    """Return the one of `known` that is spelt most like `word`; None where none is."""
     lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(word.lower(), lower, 1)
     return lower[found[0]] if found else None
 
 
 def short(word: str) -> str:
-    """`word` as a message shows it."""
+    """Return `word` as a message shows it."""
     return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."

@@ -53,7 +53,7 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", 
 
 @functools.cache
 def byte_letters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: 33-126, 161-172, 174-255, then the others."""
+    """Return the byte of each character of a byte-level vocabulary: 33-126, 161-172, 174-255, then the others."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -74,7 +74,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerFast") -> "TokenBytes":
-        """Read them off a tokenizer's vocabulary. UsageError: its tokens do not say their bytes, or its ids are odd."""
+        """Read the bytes off a tokenizer's vocabulary. UsageError: its tokens do not tell them, or its ids are odd."""
         name = f"the tokenizer {printable(str(getattr(tokenizer, 'name_or_path', '')))}".rstrip()
         if isinstance(tokenizer, str | Path):
             raise UsageError(f"'{printable(str(tokenizer))[:120]}' is a path; give AutoTokenizer.from_pretrained of it")
@@ -110,16 +110,16 @@ class TokenBytes:
         return self.flat[self.starts[token] : self.starts[token + 1]].tobytes()
 
     def equals(self, other: "TokenBytes") -> bool:
-        """Whether two vocabularies are the same, by number."""
+        """Return True if two vocabularies are the same, by number."""
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ("starts", "flat", "special"))
 
     @functools.cached_property
     def lengths(self) -> _Array:
-        """int64 [V] bytes of each token."""
+        """int64 [V], the bytes of each token."""
         return np.diff(self.starts)
 
     def join(self, tokens: _Array) -> _Array:
-        """The bytes of tokens (ids within V), one after the other, uint8."""
+        """Return the bytes of tokens (ids within V), one after the other, uint8."""
         sizes = self.lengths[tokens]
         ends = np.cumsum(sizes)
         shift = np.repeat(self.starts[tokens] - (ends - sizes), sizes)
@@ -127,7 +127,7 @@ class TokenBytes:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, those in sequences too."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, also the steps inside sequences."""
     left = [part]
     while left:
         each = left.pop(0)
@@ -137,7 +137,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _spelling(name: str, content: dict[str, Any]) -> tuple[_Spell, _Spell]:
-    """The functions from the spelling of a token, and of an added one, to its bytes. UsageError: there is none."""
+    """Return the functions from the spelling of a token, and of an added one, to its bytes. UsageError: none exist."""
     model, kind = content["model"], content["model"].get("type")
     if model.get("dropout"):
         raise UsageError(f"{name} cuts a text at random (dropout = {model['dropout']}); take its dropout out")
@@ -209,7 +209,7 @@ class ByteTokenizer:
             self.encode(_PLAIN)
 
     def cut(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without special ones. UsageError: the tokenizer cannot take one."""
+        """Tokenize each text, without special tokens. UsageError: the tokenizer cannot take one."""
         with panics_refused(f"{self.bytes.name} cannot take this text"):
             parts = (list(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE))
             return [
@@ -217,7 +217,7 @@ class ByteTokenizer:
             ]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text. UsageError: their bytes are not those of the text (named by an example)."""
+        """Tokenize each text. UsageError: the tokens have other bytes than the text (named by an example)."""
         found = self.cut(texts)
         for text, tokens in zip(texts, found, strict=True):
             if (joined := self.bytes.join(np.array(tokens, np.int64)).tobytes()) != text.encode():
@@ -225,7 +225,7 @@ class ByteTokenizer:
         return found
 
     def altered(self, text: bytes, joined: bytes) -> str:
-        """The message for a text whose tokens have other bytes."""
+        """Return the message for a text whose tokens have other bytes."""
         same = next((n for n, (a, b) in enumerate(zip(text, joined, strict=False)) if a != b), len(joined))
         start = max(0, same - 8)
         before, after = (each[start : same + 12].decode("utf-8", "replace") for each in (text, joined))
@@ -237,7 +237,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What the special tokens of one tokenizer, the teacher's, are in another, the student's."""
+    """The counterparts of one tokenizer's special tokens, the teacher's, in another tokenizer, the student's."""
 
     table: dict[int, int]
     """The student's token for a token of the teacher; -1: it is left out."""
@@ -248,7 +248,7 @@ class SpecialTokens:
     def match(
         cls, teacher: ByteTokenizer, student: ByteTokenizer, given: Mapping[str, str] | None = None
     ) -> "SpecialTokens":
-        """The ends of documents, their beginnings where both tokenizers write one, and the ends of turns.
+        """Match the ends of documents, their beginnings where both tokenizers write one, and the ends of turns.
 
         given: more of them, by the names of the tokens, which go before these; an empty name leaves a token of the
         teacher out. UsageError: one of the names is not a special token, or the student has no eos token.
@@ -275,11 +275,11 @@ class SpecialTokens:
         )
 
     def lines(self) -> list[str]:
-        """The table, for people."""
+        """Return the lines of the table for people."""
         return [f"{event}: {one} is {other or 'left out'}" for event, one, other in self.names]
 
     def lookup(self, size: int) -> _Array:
-        """int64 [size] the student's token for each of the teacher's; -1: left out, -2: not in the table."""
+        """Return int64 [size], the student's token for each of the teacher's; -1: left out, -2: not in the table."""
         found = np.full(size, -2, np.int64)
         found[list(self.table)] = list(self.table.values())
         return found
@@ -298,7 +298,7 @@ def _turn_ends(tokenizer: ByteTokenizer) -> list[int]:
 
 
 def spelled(tokenizer: ByteTokenizer, token: int) -> str:
-    """A token as messages show it; nothing for one below 0."""
+    """Return a token as messages show it; nothing for one below 0."""
     if token < 0:
         return ""
     return printable(tokenizer.tokenizer.backend_tokenizer.id_to_token(token) or str(token))

@@ -78,12 +78,12 @@ _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynloa
 
 
 def rank(text: str) -> float:
-    """A number in [0, 1), uniform over texts, that depends on `text` alone."""
+    """Return a number in [0, 1), uniform over texts, that depends on `text` alone."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
 
 
 def by_hash(document_rank: float, withheld: Sequence[str]) -> str:
-    """The split of a document of this rank; `withheld` are the splits taken from train."""
+    """Return the split of a document of this rank; `withheld` are the splits taken from train."""
     for split in withheld:
         if _WITHHELD_FROM[split] <= document_rank < _WITHHELD_FROM[split] + _SHARE:
             return split
@@ -91,7 +91,7 @@ def by_hash(document_rank: float, withheld: Sequence[str]) -> str:
 
 
 def assign(ranks: Sequence[float], withheld: Sequence[str]) -> list[str]:
-    """The split of each document: by its hash, or by its place in the hash order if the hash leaves a split empty.
+    """Return the split of each document: by its hash, or by its place in hash order if the hash leaves a split empty.
 
     Equal ranks share a split. With three different ones or more, no split is empty.
     """
@@ -107,7 +107,7 @@ def assign(ranks: Sequence[float], withheld: Sequence[str]) -> list[str]:
 
 
 def cut(lines: Sequence[str], withheld: Sequence[str], split: str) -> range:
-    """The numbers, from 0, of the lines of a text that belong to `split`: train first, then each withheld split.
+    """Return the numbers, from 0, of the lines of a text that belong to `split`: train first, then each withheld split.
 
     Every split gets at least one line; if there are too few lines, train gets all.
     """
@@ -166,21 +166,20 @@ def documents(
 
 
 def documents_of(data: DataConfig, split: str, prompts: bool = False) -> Iterator[Document]:
-    """The documents of a split of the text that options name, as `documents`; `prompts`: they need no answer."""
+    """Yield the documents of a split of the text that options name, as `documents`; `prompts`: they need no answer."""
     source, columns, streaming = _named(data, prompts)
     return documents(source, split, columns, streaming=streaming)
 
 
 def has_prompts(data: DataConfig) -> bool:
-    """True for conversations, and prompts with completions; False for plain text. UsageError: as `documents`."""
+    """Return True for conversations, and prompts with completions; False for plain text. UsageError: as `documents`."""
     form = _parts(*_named(data, True))["train"].form
     return form is not None and form.name != "text"
 
 
 def stated_text(data: DataConfig) -> dict[str, Any] | None:
-    """The text of `data` by content, for a manifest: its files with size and SHA-256, one digest of more than `LISTED`,
-    or the revision of the hub; None: unknown. UsageError, RunError: as `documents`.
-    """
+    """Describe the text of `data` by content, for a manifest: its files with size and SHA-256, one digest of more than
+    `LISTED`, or the revision of the hub; None: unknown. UsageError, RunError: as `documents`."""
     source, columns, streaming = _named(data, True)
     with readable(source):
         if source.startswith("hf:"):
@@ -208,7 +207,7 @@ def _parts(source: str, columns: Columns, streaming: bool) -> Mapping[str, _Part
 
 
 def register_text(name: str, *, help: str = "") -> Callable[[Reader], Reader]:
-    """Decorator: make a function the source that `--data NAME:REST` reads.
+    """Return a decorator that makes a function the source that `--data NAME:REST` reads.
 
     The function gets REST and yields texts, the same ones at every call; blank ones are left out. Splits follow from
     their content.
@@ -278,12 +277,12 @@ def _cut(document: Document, withheld: Sequence[str], split: str) -> Iterator[Do
 
 
 def _lines(document: Document) -> list[str]:
-    """The lines of a text; none of a conversation, and of a prompt with its completion, which are never cut."""
+    """Return the lines of a text; none of a conversation or of a prompt with its completion, which are never cut."""
     return [] if document.text is None or document.prompt else document.text.splitlines(keepends=True)
 
 
 def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
-    """Each file of `names` (relative to `root`) as one document, in hash order."""
+    """Read each file of `names` (relative to `root`) as one document, in hash order."""
     ordered = sorted(names, key=rank)
 
     def read() -> Iterator[Document]:
@@ -302,7 +301,7 @@ def _text_files(root: Path, names: Iterable[str], errors: str) -> _Part:
 
 
 def _stdlib(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
-    """Leaves out files that the build wrote for this machine (`config-*`, `_sysconfigdata*`)."""
+    """Read the standard library, without the files that its build wrote here (`config-*`, `_sysconfigdata*`)."""
     if source != "stdlib":
         raise UsageError(f"{source}: stdlib has no subsets; use --data stdlib")
     _refuse_columns(source, columns, "name other --data")
@@ -349,10 +348,10 @@ def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """List the files in `folder` and behind its links by their names in it, in order, but for hidden ones.
+    """List the files in `folder` and behind its links by their names in it, in order, except hidden ones.
 
-    What has several names is listed once, by that without a link if there is one. A link to a folder around `folder` is
-    not followed.
+    A file with several names is listed once, by a name without a link if there is one. A link to a folder around
+    `folder` is not followed.
 
     Raises:
         UsageError: there is none, but links are.
@@ -386,7 +385,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _of_one_sort(folder: Path, names: list[str]) -> list[str]:
-    """The files of `folder` with rows, or else those with text; the others are named in a warning.
+    """Return the files of `folder` with rows, or else the files with text; a warning names the others.
 
     Raises:
         UsageError: it holds rows and text, and the text is more than a README or a license.
@@ -415,7 +414,7 @@ def _suffix(name: str) -> str:
 
 
 def _datasets(source: str) -> Any:
-    """The library that reads `source`, without bars and without log lines beside our own line about an error."""
+    """Import the library that reads `source`, without bars and log lines beside our own line about an error."""
     datasets: Any = optional("datasets", "data", source)
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)
@@ -423,7 +422,7 @@ def _datasets(source: str) -> Any:
 
 
 def _split_in_name(name: str) -> str | None:
-    """`train` for train.jsonl, train-00000-of-00004.parquet, wiki.train.txt, train/a.txt and so on."""
+    """Return the split in a name: `train` for train.jsonl, train-00000-of-00004.parquet, train/a.txt and so on."""
     *folders, file = Path(name.lower()).with_suffix("").parts
     match = _SPLIT_IN_STEM.search(file)
     words = [*folders, match.group(1) if match else ""]
@@ -452,7 +451,7 @@ def _hub(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
 def _rows(
     source: str, rows: Any, columns: Columns, streaming: bool, files: Mapping[str, Path] = MappingProxyType({})
 ) -> _Part:
-    """`Rows`, or those of a `datasets` data set; refuses one without the requested columns."""
+    """Read `Rows`, or the rows of a `datasets` data set; refuse one without the requested columns."""
     with readable(source):
         names = rows.column_names if rows.column_names is not None else sorted(next(iter(rows), {}))
     if not names:

@@ -59,7 +59,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The requested format, the column of texts, and that of conversations."""
+    """The requested format, the column of texts, and the column of conversations."""
 
     format: str = "auto"
     text: str = "text"
@@ -96,7 +96,7 @@ class RowFormat:
 
 @dataclass
 class Tally:
-    """How many rows were read, and left out by reason."""
+    """The number of rows read, and left out by reason."""
 
     source: str
     form: RowFormat
@@ -112,11 +112,11 @@ class Tally:
             self.first[why.reason] = printable(f"{row}: {why.detail}" if why.detail else row)[:80]
 
     def why(self) -> str:
-        """The reasons with their counts and the first row of each, the most frequent first; empty without any."""
+        """Return the reasons with their counts and each one's first row, the most frequent first; empty without any."""
         return ", ".join(f"{n:,} {reason} (first: {self.first[reason]})" for reason, n in self.reasons.most_common())
 
     def report(self) -> None:
-        """Log the format and what was left out; nothing of plain text that was all read."""
+        """Log the format and the rows left out; nothing for plain text of which all rows were read."""
         line = f"{self.source}: read as {self.form.name} ({', '.join(self.form.columns)}): "
         line += f"{self.kept:,} of {self.kept + self.reasons.total():,} rows"
         line += f"; left out {self.why()}" if self.reasons else ""
@@ -127,12 +127,12 @@ class Tally:
 
 @functools.cache
 def log_once(level: int, line: str) -> None:
-    """Cached, because each split lists the same files and goes through the same rows."""
+    """Log a line the first time only, because each split lists the same files and goes through the same rows."""
     log.log(level, "%s", line)
 
 
 def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowFormat:
-    """The format of a source whose rows have the columns `names`.
+    """Return the format of a source whose rows have the columns `names`.
 
     Raises:
         UsageError: they lack a column, or are in none of the formats.
@@ -174,7 +174,7 @@ def _present(names: Collection[str], *optional: str) -> tuple[str, ...]:
 
 
 def first_columns(path: Path) -> tuple[list[str], bool]:
-    """The columns of the first rows of a jsonl file, and whether those are all; none where they cannot be read."""
+    """Return the columns of a jsonl file's first rows, and whether these are all; none if they cannot be read."""
     keys = dict[str, None]()
     try:
         with open_regular(path) as file:
@@ -187,7 +187,7 @@ def first_columns(path: Path) -> tuple[list[str], bool]:
 
 
 def column_hint(names: Collection[str], option: str) -> str:
-    """What to do where a column is missing."""
+    """Return the advice for a missing column."""
     there = ", ".join(map(printable, names))
     return f"give {option} {there}" if len(names) == 1 else f"name one of {there} with {option}"
 
@@ -200,7 +200,7 @@ def _refuse_missing(source: str, names: Collection[str], column: str, option: st
 
 
 def text_document(key: str, value: Any) -> Document:
-    """A text as a document. UsageError: it is none. LeftOut: it is blank."""
+    """Return a text as a document. UsageError: it is not a text. LeftOut: it is blank."""
     if value is not None and not isinstance(value, str):
         raise UsageError(f"{key}: holds {type(value).__name__}, not text; name another column with --text-column")
     if not value or not value.strip():
@@ -260,7 +260,7 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Convert]] = {
 
 
 def _messages(value: Any) -> Messages:
-    """The messages of a conversation, in either spelling; parts are joined by line ends, as inference servers do."""
+    """Return a conversation's messages, in either spelling; parts are joined by line ends, as inference servers do."""
     found: Messages = []
     if value is None:
         return found
@@ -296,7 +296,7 @@ def _messages(value: Any) -> Messages:
 
 
 def _functions(value: Any, reason: str) -> list[dict[str, Any]]:
-    """Tools, or calls of them, as chat templates take them: JSON is read, and nulls, which parquet adds, dropped."""
+    """Return tools, or calls of them, as chat templates take them: JSON is read, and nulls (of parquet) are dropped."""
     found: list[dict[str, Any]] = []
     try:
         with suppress(ValueError):

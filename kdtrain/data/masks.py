@@ -45,7 +45,7 @@ class Masks:
         self._first: dict[str, str] = {}
 
     def counted(self, stream: _Array, found: Counter[str]) -> _Array:
-        """The stream of a batch, of which `found` is counted."""
+        """Count the documents and tokens of a batch's stream, and `found`; return the stream."""
         self.begun += int(stream["start"].sum())
         self.read += len(stream)
         if +found:
@@ -110,7 +110,7 @@ class Masks:
                 log.info("  | ... and %d lines more", len(lines) - _SHOWN)
 
     def report(self) -> None:
-        """Log how much was learned, what was left out, and masks that look wrong."""
+        """Log how many tokens count, the conversations left out, and masks that look wrong."""
         if self._split and (number := self.counts.get(self._split, {}).get(SPELLED)):
             log.warning("%s: %s %s; --parse-special-tokens makes them tokens", self._split, f"{number:,}", SPELLED)
         if not self._split or not self.documents:

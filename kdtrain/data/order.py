@@ -23,7 +23,7 @@ _Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def permutation(seed: int, epoch: int, n: int, stream: int = 0) -> _Indices:
-    """The order of `n` sequences in `epoch`: int64 [n], read-only. `stream` numbers the members of a mixture.
+    """Return the order of `n` sequences in `epoch`: int64 [n], read-only. `stream` numbers the members of a mixture.
 
     `np.random.RandomState` because NumPy guarantees its streams for ever, which it does not for `Generator` (NEP 19).
     Its seed is the SHA-256 of (seed, epoch), and of a stream above 0, so that neighbouring ones are unrelated. Raises
@@ -48,7 +48,7 @@ def _permuted(seed: int, n: int, stream: int, epoch: int) -> _Indices:
 
 
 def batch(seed: int, start: int, size: int, n: int, stream: int = 0) -> _Indices:
-    """The sequences at positions [start, start + size) of the stream over `n` sequences: int64 [size]."""
+    """Return the sequences at positions [start, start + size) of the stream over `n` sequences: int64 [size]."""
     stop, pieces = start + size, [np.empty(0, dtype=np.int64)]
     while start < stop:
         epoch, offset = divmod(start, n)
@@ -69,13 +69,13 @@ class Order:
 
     @classmethod
     def shuffled(cls, seed: int, n: int) -> "Order":
-        """Every epoch of `n` sequences in an order of its own."""
+        """Return the order in which every epoch of `n` sequences is shuffled anew."""
         return cls(partial(batch, seed, n=n))
 
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """The order of several data sets in one stream. A sequence is numbered as if they lay one behind the other."""
+    """The order of several data sets in one stream. Sequences are numbered as if the data sets lay end to end."""
 
     sizes: tuple[int, ...]
     """Sequences of each member."""
@@ -84,7 +84,7 @@ class MixedOrder:
 
     @classmethod
     def weighted(cls, sizes: Sequence[int], weights: Sequence[float] | None = None) -> "MixedOrder":
-        """A mixture in proportion to `weights`, by default to the sizes: an epoch is then one pass over everything.
+        """Return a mixture in proportion to `weights`, by default to the sizes, so that an epoch is one pass over all.
 
         Quotas are rounded by the largest remainder, exactly. ValueError: a member is empty, or a weight is not above 0
         or so small that its member gives no sequence an epoch.
@@ -106,11 +106,11 @@ class MixedOrder:
         return cls(tuple(sizes), tuple(quotas))
 
     def __len__(self) -> int:
-        """The length of an epoch."""
+        """Return the length of an epoch."""
         return sum(self.quotas)
 
     def batch(self, seed: int, start: int, size: int) -> _Indices:
-        """The sequences at positions [start, start + size) of the stream: int64 [size]."""
+        """Return the sequences at positions [start, start + size) of the stream: int64 [size]."""
         members_E, before_E = _turns(self.quotas)
         epochs, offsets = np.divmod(np.arange(start, start + size, dtype=np.int64), len(self))
         members = members_E[offsets]
@@ -123,7 +123,7 @@ class MixedOrder:
         return found
 
     def turns(self) -> _Indices:
-        """The member whose turn it is at each place of an epoch: int64 [E]."""
+        """Return the member whose turn it is at each place of an epoch: int64 [E]."""
         return _turns(self.quotas)[0]
 
     @property
@@ -132,21 +132,21 @@ class MixedOrder:
         return tuple(sum(self.sizes[:member]) for member in range(len(self.sizes)))
 
     def order(self, seed: int) -> Order:
-        """As `batch` has it; a rank reads its part of a step member by member: most micro-batches then hold one."""
+        """Return the order of `batch`; a rank reads its part of a step by member: most micro-batches hold one."""
         return Order(partial(self.batch, seed), self.grouped)
 
     def members(self, indices: np.ndarray) -> _Indices:
-        """The member of each of these sequences: int64 [N]."""
+        """Return the member of each of these sequences: int64 [N]."""
         return np.searchsorted(self.firsts, indices, side="right") - 1
 
     def grouped(self, indices: np.ndarray) -> np.ndarray:
-        """The same sequences, member by member."""
+        """Return the same sequences, member by member."""
         return indices[np.argsort(self.members(indices), kind="stable")]
 
 
 @lru_cache(maxsize=4)
 def _turns(quotas: tuple[int, ...]) -> tuple[_Indices, _Indices]:
-    """For each position of an epoch its member, and how many sequences this gave before it: two int64 [E].
+    """Return for each position of an epoch its member, and how many sequences this gave before it: two int64 [E].
 
     A member's j-th sequence has its turn at the time (j + 1/2) / quota: of two members each has given its share at any
     place of an epoch, to within half a sequence.

@@ -48,7 +48,7 @@ def rows_of(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iter
 
 
 def whole_rows(stream: Iterable[_Array], seq_len: int, filler: int) -> Iterator[PackedRow]:
-    """Put whole documents of a stream, as of `rows_of`, into rows, and fill the rows with the token `filler`.
+    """Put whole documents of a stream, as in `rows_of`, into rows, and fill the rows with the token `filler`.
 
     A document goes into the fullest of the open rows that have room for it; where none has, another row is opened, and
     the fullest of too many is yielded. A document longer than a row is cut before a turn, or where one turn is longer,
@@ -79,7 +79,7 @@ def whole_rows(stream: Iterable[_Array], seq_len: int, filler: int) -> Iterator[
 
 
 def _parts(stream: Iterable[_Array], most: int) -> Iterator[_Array]:
-    """The documents of a stream, those of more than `most` tokens in parts, where a token counts."""
+    """Yield the documents of a stream in which a token counts, documents of more than `most` tokens in parts."""
     for document in _documents(stream):
         while len(document):
             stop = rest = min(len(document), most)
@@ -101,7 +101,7 @@ def _documents(stream: Iterable[_Array]) -> Iterator[_Array]:
 
 
 def _row(row: _Array, document_mask: bool) -> PackedRow:
-    """A row of T + 1 tokens of a stream."""
+    """Make a row of T + 1 tokens of a stream."""
     label, start = row["label"][1:], row["start"]
     mask = label & ~start[1:] if document_mask else label.copy()
     segments = np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0])

@@ -80,7 +80,7 @@ def pack(
 def packed_rows(
     data: DataConfig, split: str, tokenizer: "PreTrainedTokenizerFast", limit: int | None, masks: Masks | None = None
 ) -> Iterator[PackedRow]:
-    """Yield the first `limit` packed rows of a split; log what counts in the loss. UsageError: there are none."""
+    """Yield the first `limit` packed rows of a split; log which tokens count. UsageError: there are none."""
     options = {name: getattr(data, name) for name in ("num_workers", "document_mask", "parse_special_tokens")}
     options["whole"] = getattr(tokenizer, "pinned", {}).get("packing") == WHOLE  # see `build_cache.pin_text`
     masks = masks or Masks(split, data.seq_len)
@@ -132,7 +132,7 @@ def prompt_rows(
 
 
 def _before_answers(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast") -> Iterator[list[int]]:
-    """What stands before the last answer of each document, where it leaves room for one."""
+    """Yield the tokens before the last answer of each document, where they leave room for one."""
     masks, wide = Masks("", data.seq_len), 0
     encoder = Encoder(tokenizer, masks, opening=True, parse=data.parse_special_tokens)
     try:
@@ -198,7 +198,7 @@ def _pieces(document: Document) -> Iterator[_Piece]:
 
 
 def split_text(text: str) -> list[str]:
-    """A text in pieces that are tokenized at once, cut at line ends; none of an empty text."""
+    """Split a text at line ends into pieces that are tokenized at once; none of an empty text."""
     found, start = [], 0
     while start < len(text):
         stop = start + _PIECE_CHARACTERS
@@ -285,7 +285,7 @@ class Encoder:
         self._render_lock = threading.Lock()
 
     def close(self) -> None:
-        """End the process that renders conversations, and log what was learned of them."""
+        """End the process that renders conversations, and log how many of their tokens count."""
         self._render.close()
         self.masks.report()
 
@@ -354,7 +354,7 @@ class Encoder:
         return stream
 
     def prompt(self, document: Document) -> list[int]:
-        """The tokens before an assistant's turn at the end, as a server renders them for an answer, or a completion.
+        """Return the tokens before an assistant's turn at the end, as a server renders them, or before a completion.
 
         Empty: there are none, or the template refuses the conversation.
         """
@@ -377,7 +377,7 @@ class Encoder:
             return self._encode(text, quoted)[0]
 
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
-        """The messages with an unused character in place of each special token, and the token of each character."""
+        """Return the messages with an unused character for each special token, and the token of each such character."""
         content = json.dumps(messages, ensure_ascii=False)
         unused = (each for number in range(0x100000, 0x10FFFE) if (each := chr(number)) not in content)
         quoted: dict[str, str] = {}
@@ -388,7 +388,7 @@ class Encoder:
         return messages, quoted
 
     def _encode(self, text: str, quoted: dict[str, str]) -> tuple[list[int], _Array, _Array]:
-        """The tokens of a rendered conversation, and where in `text` each starts and stops.
+        """Tokenize a rendered conversation; return its tokens, and where in `text` each starts and stops.
 
         Text between two special tokens of the template is encoded again, spelled out, if it quotes a special token.
         """
@@ -416,7 +416,7 @@ class Encoder:
 
 
 def _replaced(value: Any, old: str, new: str) -> Any:
-    """JSON with `new` in place of `old` in its texts and keys, but for keys as templates read them: identifiers."""
+    """Replace `old` by `new` in the texts and keys of JSON, except keys as templates read them: identifiers."""
     if isinstance(value, dict):
         named = {name if name.isidentifier() else name.replace(old, new): each for name, each in value.items()}
         return {name: _replaced(each, old, new) for name, each in named.items()}
@@ -426,7 +426,7 @@ def _replaced(value: Any, old: str, new: str) -> Any:
 
 
 def _after(spans: rendering.Spans, messages: Messages, prompt: int, key: str) -> rendering.Spans:
-    """The spans of the assistant's turns that count: behind the first `prompt` messages, and not of weight 0."""
+    """Return the spans of the assistant's turns that count: after the first `prompt` messages, and not of weight 0."""
     turns = [
         (at >= prompt and each.get("weight") != 0) for at, each in enumerate(messages) if each["role"] == "assistant"
     ]

@@ -58,7 +58,7 @@ class Renderer:
         self.close = self._sandbox.close
 
     def __call__(self, key: str, messages: Messages) -> tuple[str, Spans]:
-        """The conversation as text, and the [start, stop) characters in it of the assistant.
+        """Return the conversation as text, and the assistant's [start, stop) characters in it.
 
         Raises:
             UsageError: from `render`, or the template exceeds a limit.
@@ -96,7 +96,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def at_date(date: str, render: Render, key: str, messages: Messages) -> tuple[str, Spans]:
-    """`render` where it is always the moment `date` for a chat template; of the child alone, whose clock it stops."""
+    """Call `render` with the clock of chat templates stopped at `date`; for the child process alone."""
     from transformers.utils import chat_template_utils
 
     now = datetime.fromisoformat(date)
@@ -105,7 +105,7 @@ def at_date(date: str, render: Render, key: str, messages: Messages) -> tuple[st
 
 
 def render(tokenizer: "PreTrainedTokenizerFast", opening: bool, key: str, messages: Messages) -> tuple[str, Spans]:
-    """The conversation as text, and the [start, stop) characters in it of the assistant.
+    """Return the conversation as text, and the assistant's [start, stop) characters in it.
 
     opening: the text ends where the template opens the assistant's next turn.
     """
@@ -168,7 +168,7 @@ def _render_prefixes(render: Callable[..., str], key: str, messages: Messages) -
 
 
 def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: str) -> Spans:
-    """Find the assistant's turns in `text`, of a template that renders a turn otherwise before later ones.
+    """Find the assistant's turns in `text`, of a template that renders a turn differently before later ones.
 
     Characters that no message has are put into each turn: where its reasoning and its content begin and end, and behind
     the name of its first call. Without them the rendering must be `text`: then each marks a place in it. From the last
@@ -222,11 +222,11 @@ def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: 
 
 
 def _behind(mark: str, rendered: str) -> str:
-    """What stands behind `mark`, or all."""
+    """Return the part of `rendered` after `mark`, or all of it."""
     return rendered[rendered.rfind(mark) + 1 :]
 
 
 def _shared(one: str, other: str) -> str:
-    """The beginning that two texts share."""
+    """Return the beginning that two texts share."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(each for each, _ in same)

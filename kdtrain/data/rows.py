@@ -47,7 +47,7 @@ _NOT_UTF8 = "has a byte that is not UTF-8; convert the file to UTF-8"
 
 
 class Rows:
-    """The rows of `paths`, files of one kind, in that order: what of a `datasets.Dataset` is needed to read text.
+    """The rows of `paths`, files of one kind, in that order, by the part of `datasets.Dataset` that reading text needs.
 
     most: `column_names` are those of as many rows and one more, and its length counts no further.
     """
@@ -70,14 +70,14 @@ class Rows:
         return self._count
 
     def select_columns(self, columns: Sequence[str] | None) -> Iterator[Row]:
-        """Each row with at least these columns; None: at least the names of its columns."""
+        """Yield each row with at least these columns; None: at least the names of its columns."""
         for path in self._paths:
             for row in read_rows(path, columns):
                 yield dict.fromkeys(columns or ()) | row
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The rows of a file of one of `KINDS`; `columns` as `Rows.select_columns`. UsageError: it cannot be read."""
+    """Yield the rows of a file of one of `KINDS`; `columns` as `Rows.select_columns`. UsageError: it cannot be read."""
     with readable(str(path)):
         yield from KINDS[PurePosixPath(path.name).suffix.lower()](path, columns)
 
@@ -98,7 +98,7 @@ def readable(source: str) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, by their numbers from 1. UsageError: one is too long."""
+    """Yield the lines of a file that are not blank, by their numbers from 1. UsageError: one is too long."""
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LARGE + 1), b""), 1):
             if len(line) > LARGE:
@@ -108,7 +108,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes, where: str) -> Any:
-    """The JSON of a line. UsageError: it is none."""
+    """Parse the JSON of a line. UsageError: it is not JSON."""
     try:
         return parse_json(line.decode("utf-8-sig"), _ENTRIES)
     except UnicodeDecodeError:
@@ -135,7 +135,7 @@ def _object(row: Any, where: str, escaped: bool) -> Row:
 
 
 def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
-    """Objects one after the other, or in a list, on any lines."""
+    """Yield JSON objects that stand one after the other, or in a list, on any lines."""
     decoder, scan = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), json.JSONDecoder().raw_decode
     text, number, listed, piece = "", 0, False, b" "
     with open_regular(path) as file:
@@ -167,7 +167,7 @@ def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
 
 
 def _gap(text: str, place: int, row: int) -> int:
-    """Where object `row` begins: one separator at most stands before it, and none before the first."""
+    """Return where object `row` begins: one separator at most stands before it, and none before the first."""
     return _BETWEEN[row > 0].match(text, place).end()  # type: ignore[union-attr]
 
 
@@ -202,7 +202,7 @@ def _short_lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
 
 
 def _of_any_size(rows: Iterator[list[str]]) -> Iterator[list[str]]:
-    """The rows of `csv` with cells up to `_MOST_CELL`; outside, the limit of the process is as it was."""
+    """Yield the rows of `csv` with cells up to `_MOST_CELL`; outside, the limit of the process is as it was."""
     while True:
         before = csv.field_size_limit()
         csv.field_size_limit(max(before, _MOST_CELL))
@@ -238,7 +238,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def parquet_batches(path: Path, columns: Sequence[str], begin: float = 0.0) -> Iterator[tuple[int, Any]]:
-    """The record batches of a parquet file, of a few rows each, and the number of their first row, from 1.
+    """Yield the record batches of a parquet file, of a few rows each, with the number of their first row, from 1.
 
     begin: the share of the row groups to skip. UsageError: it cannot be read, or lacks a column.
     """
@@ -254,7 +254,7 @@ def parquet_batches(path: Path, columns: Sequence[str], begin: float = 0.0) -> I
 
 
 def _refuse_unpacked(path: Path, file: Any, columns: Sequence[str]) -> int:
-    """The most values, in the mean over the rows of a row group, of a column of a parquet file.
+    """Return the most values, in the mean over the rows of a row group, of a column of a parquet file.
 
     UsageError: a row group has more values, or more bytes, than its packed bytes can stand for.
     """

@@ -31,7 +31,7 @@ DEEP = 128
 
 @dataclass(frozen=True, eq=False)
 class Spelling:
-    """Tokens of a teacher in tokens of a student."""
+    """A teacher's tokens, each spelled in a student's tokens."""
 
     starts: _Array
     """int64 [V+1] token t is spelled tokens[starts[t] : starts[t + 1]]; nothing where it is not text."""
@@ -44,7 +44,7 @@ class Spelling:
     def of(
         cls, teacher: TokenBytes, student: TokenBytes, cut: Callable[[Sequence[str]], list[list[int]]]
     ) -> "Spelling":
-        """Spell them. cut: the student's tokens of each text.
+        """Spell a teacher's tokens. cut: the student's tokens of each text.
 
         UsageError: they are spelled with more than `MAX_SPELLED` tokens, or none is text.
         """
@@ -75,7 +75,7 @@ class Spelling:
 
     @functools.cached_property
     def prefix(self) -> _Array:
-        """int64 [L] a number of those of a token before this one: 0 for none, else the same for the same tokens."""
+        """int64 [L], a number for the token's spelling before this place: 0 for none, else equal for equal tokens."""
         lengths = np.diff(self.starts)
         found, before, count = np.zeros(len(self.tokens), np.int64), np.zeros(len(lengths), np.int64), 0
         tokens_V = np.arange(len(lengths))
@@ -89,7 +89,7 @@ class Spelling:
         return found
 
     def firsts(self) -> _Array:
-        """int64 [V] the first token of each; -1 where it is not spelled."""
+        """Return int64 [V], the first token of each spelling; -1 where a token is not spelled."""
         found = np.full(len(self.starts) - 1, -1, np.int64)
         some = np.diff(self.starts) > 0
         found[some] = self.tokens[self.starts[:-1][some]]
@@ -97,30 +97,30 @@ class Spelling:
 
     @functools.cached_property
     def depth(self) -> _Array:
-        """int64 [L+1] how many tokens a number stands for; 0 where no token continues them."""
+        """int64 [L+1], how many tokens a prefix number stands for; 0 where no token continues them."""
         found = np.zeros(len(self.prefix) + 1, np.int64)
         found[self.prefix] = np.arange(len(self.prefix)) - np.repeat(self.starts[:-1], np.diff(self.starts))
         return found
 
     @functools.cached_property
     def _steps(self) -> tuple[_Array, _Array]:
-        """The prefixes that a token continues: the number of all but the last token * `size` + this one, ascending,
-        and the number of all."""
+        """The prefixes that a token continues: each as the number of all but its last token * `size` + that token,
+        ascending, and as its own number."""
         places = np.flatnonzero(self.prefix)  # a token's first place has 0
         keys, first = np.unique(self.prefix[places - 1] * self.size + self.tokens[places - 1], return_index=True)
         return keys, self.prefix[places[first]]
 
     def next(self, tokens_M: _Array, prefix_M: _Array) -> _Array:
-        """int64 [M] the student's next token in each of the teacher's, after those that `prefix_M` numbers; -1 where
-        the teacher's token ends there, or is spelled otherwise."""
+        """Return int64 [M], the student's next token in each of the teacher's, after the tokens that `prefix_M`
+        numbers; -1 where the teacher's token ends there, or is spelled otherwise."""
         place = self.starts[tokens_M] + self.depth[prefix_M]
         fits = place < self.starts[tokens_M + 1]
         place = np.where(fits, place, 0)
         return np.where(fits & (self.prefix[place] == prefix_M), self.tokens[place], -1)
 
     def read(self, tokens_M: _Array, source_M: _Array, offset_M: _Array) -> _Array:
-        """int64 [M] a number of a text's tokens since the teacher's began, as `prefix`: 0 where both begin; -1 where no
-        token of the teacher continues so.
+        """Return int64 [M], a number for a text's tokens since the teacher's token began, as `prefix`: 0 where both
+        begin; -1 where no token of the teacher continues so.
 
         source_M, offset_M: see `transcode.holders`.
         """

@@ -39,12 +39,12 @@ ENDED = ("done", "early stop")
 
 
 def quoted(path: Path | str) -> str:
-    """A path as a shell takes it."""
+    """Return a path as a shell takes it."""
     return shlex.quote(str(path))
 
 
 def heading(record: RunRecord) -> str:
-    """What is trained, from what, in which number format and where."""
+    """Describe which student is trained, from which data, in which number format and where."""
     options, environment = as_table(record.options.get("run")), record.environment
     student = as_table(environment.get("student"))
     name = student.get("name") or (record.result or {}).get("student_name") or options.get("student")
@@ -61,7 +61,7 @@ def heading(record: RunRecord) -> str:
 
 
 def state_of(path: Path, record: RunRecord) -> tuple[str, str]:
-    """In a word (one of `ACTIVE`, or failed, stopped, killed, or one of `ENDED`) and as a line."""
+    """Return a run's state in a word (one of `ACTIVE`, failed, stopped, killed, or one of `ENDED`) and as a line."""
     training = is_locked(path / LOCK)  # None where the system does not say
     result, done = record.result or {}, int(record.metrics[-1]["step"]) if record.metrics else 0
     steps = record.environment.get("steps") or as_table(record.options.get("optimizer")).get("steps")
@@ -81,7 +81,7 @@ def state_of(path: Path, record: RunRecord) -> tuple[str, str]:
 
 
 def ended(result: Mapping[str, Any]) -> tuple[str, str]:
-    """`state_of` a run that has a result."""
+    """Return the state, as `state_of` does, of a run that has a result."""
     reason, where = (
         str(result.get("stop_reason")),
         f"at step {number(result.get('step'))} of {number(result.get('steps'))}",
@@ -102,7 +102,7 @@ def ended(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
-    """Return what a row has of a run that is shown among others: how it is doing, its losses, time and warnings."""
+    """Return the row of a run that is shown among others: its state, its losses, time and warnings."""
     result, losses = record.result or {}, [loss for _, loss in record.curve("validation/loss")]
     return {
         "state": state_of(path, record)[0],
@@ -121,7 +121,7 @@ def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
 
 
 def mib(paths: list[Path]) -> float:
-    """MiB of files and folders; a file with several names counts once, and links are not followed."""
+    """Return the MiB of files and folders; a file with several names counts once, and links are not followed."""
     sizes: dict[tuple[int, int], int] = {}
     for path in paths:
         for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
@@ -135,7 +135,7 @@ def mib(paths: list[Path]) -> float:
 
 
 def watch_line(record: RunRecord, line: str) -> str:
-    """How a run is doing: the `line` of its state, the training loss and the last validation."""
+    """Describe a running run: the `line` of its state, the training loss and the last validation."""
     parts, last = [line], record.steps[-1] if record.steps else {}
     parts += [f"loss {number(last['loss_avg'])}"] if "loss_avg" in last else []
     for found in record.validations[-1:]:
@@ -144,7 +144,7 @@ def watch_line(record: RunRecord, line: str) -> str:
 
 
 def losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
-    """The validation losses beside those of the teacher and of plain cross-entropy."""
+    """Yield the validation losses beside the losses of the teacher and of plain cross-entropy."""
     found = [(int(each["step"]), each["validation/loss"]) for each in record.validations]
     if not found and "first_validation_loss" not in result:
         return
@@ -173,7 +173,7 @@ def _at(loss: Any, step: Any) -> str:
 
 
 def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
-    """The other numbers of the last validation, by its step, T, and the peak of memory; empty without any."""
+    """Return the other numbers of the last validation, by its step, T, and the peak of memory; empty without any."""
     last = record.validations[-1] if record.validations else {}
     numbers = {name: last.get(f"validation/{name}", math.nan) for name in ("kl", "bits_per_byte", "accuracy", "ece")}
     known, parts = {name: value for name, value in numbers.items() if math.isfinite(value)}, []
@@ -194,7 +194,7 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
 
 
 def _alphas(record: RunRecord) -> Iterator[str]:
-    """Describe what alpha was measured by last, of each member of a mixture."""
+    """Yield a line for each member of a mixture: what its alpha was last measured by."""
     for line in reversed(record.steps):
         own = [each for each in line if each.startswith("withheld/")]
         found = [each.removesuffix("/share") for each in own if each.endswith("/share")]
@@ -214,7 +214,7 @@ def _alphas(record: RunRecord) -> Iterator[str]:
 
 
 def members(record: RunRecord) -> Iterator[Part]:
-    """The caches that a run mixes: what it draws of each, and the last validation by each."""
+    """Yield the caches that a run mixes: what it draws of each, and the last validation by each."""
     caches, last = record.environment.get("caches"), record.validations[-1] if record.validations else {}
     rows = []
     for each in map(as_table, caches[:_MOST_CACHES] if isinstance(caches, list) else ()):
@@ -228,7 +228,7 @@ def members(record: RunRecord) -> Iterator[Part]:
 
 
 def objective(record: RunRecord) -> str:
-    """The objective in the words of a step's line."""
+    """Return the objective in the words of a step's line."""
     options, environment = as_table(record.options.get("objective")), record.environment
     alpha, terms = options.get("alpha"), as_table(environment.get("alignment")).get("terms")
     divergence = "+".join(map(str, terms[:2])) if isinstance(terms, list) else options.get("divergence")
@@ -244,7 +244,7 @@ def objective(record: RunRecord) -> str:
 
 
 def warnings(record: RunRecord) -> Iterator[Part]:
-    """The kinds of warnings with the last one of each, the most frequent first."""
+    """Yield the kinds of warnings with the last one of each, the most frequent first."""
     found = [each for each in record.events if each.level != "info"]
     last = {each.event: each for each in found}
     texts = {kind: str(each.details.get("message", ""))[: 2 * _MESSAGE] for kind, each in last.items()}
@@ -257,7 +257,7 @@ def warnings(record: RunRecord) -> Iterator[Part]:
 
 
 def health_lines(path: Path, record: RunRecord) -> Iterator[str]:
-    """What is wrong with a run that trains, a line each, or that nothing is."""
+    """Yield a line for each problem of a run that trains, or a line that there is none."""
     found = findings(Signs.of(path, record, time.time()))
     yield from (f"health: {kind}: {text}" for kind, text in found.items())
     if not found:
@@ -265,7 +265,7 @@ def health_lines(path: Path, record: RunRecord) -> Iterator[str]:
 
 
 def next_step(path: Path, state: str, exported: Any) -> str:
-    """The command that follows for a run in this state."""
+    """Return the command that follows for a run in this state."""
     word = quoted(path)
     if state in ACTIVE:
         return f"Next: kdtrain inspect {word} --watch"
@@ -292,7 +292,7 @@ def alphas(folder: Path, fixed: float | None = None) -> dict[str, float | None]:
 
 
 def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
-    """The end of `distill`: how the run ended, its losses, where things are, and what to do next.
+    """Yield the end of `distill`: how the run ended, its losses, where things are, and what to do next.
 
     result: of result.json, which has the rest; without `step` no step was taken.
     """

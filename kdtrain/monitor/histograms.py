@@ -20,7 +20,7 @@ _CHUNK = 1 << 22
 
 
 def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
-    """The histogram of each tensor of any float dtype, on any device; leaves out tensors without a finite number.
+    """Return the histogram of each tensor of any float dtype, on any device; none for one without a finite number.
 
     If one tensor is sharded, every rank must call this; one that is not is the same on each rank.
     """
@@ -35,7 +35,7 @@ def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """Counts of the bins and of non-finite numbers, sum, sum of squares, -minimum, maximum: fp64, on the device."""
+    """Return counts of the bins and non-finite numbers, sum, sum of squares, -minimum, maximum: fp64, on the device."""
     edges = EDGES.to(tensor.device)
     counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=tensor.device)
     sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)

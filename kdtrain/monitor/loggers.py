@@ -24,7 +24,7 @@ class Histogram:
 
 
 class Logger:
-    """A place that shows a run by step; a logger overrides what it can show. Rank 0 alone makes one.
+    """A place that shows a run by step; a subclass overrides the methods that it supports. Rank 0 alone makes one.
 
     Args:
         folder: the run.
@@ -39,29 +39,29 @@ class Logger:
         """Raise a `UsageError` if it cannot be used here; called on every rank before anything is written."""
 
     def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers by their full name."""
+        """Show numbers by their full name."""
 
     def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
-        """Histograms by their full name."""
+        """Show histograms by their full name."""
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """At least one row of text; the columns are the keys of the first one."""
+        """Show at least one row of text; the columns are the keys of the first one."""
 
     def event(self, step: int, kind: str, details: Mapping[str, Any]) -> None:
-        """An intervention or a warning."""
+        """Show an intervention or a warning."""
 
     def hyperparameters(self, options: Mapping[str, bool | float | str]) -> None:
-        """The options of the run."""
+        """Show the options of the run."""
 
     def rewind(self, step: int) -> None:
-        """The steps after `step` are undone."""
+        """Undo the steps after `step`."""
 
     def close(self) -> None:
-        """Finish what is to be written."""
+        """Finish the pending writes."""
 
 
 def register_logger(name: str, *, help: str = "") -> Callable[[type[Logger]], type[Logger]]:
-    """Decorator: add a subclass of `Logger` as `--log-to NAME` or `NAME:TEXT`.
+    """Return a decorator that adds a subclass of `Logger` as `--log-to NAME` or `NAME:TEXT`.
 
     A package does so in the module that its entry point of group `kdtrain.loggers` names (kdtrain.registry).
 

@@ -18,7 +18,7 @@ _MOST = 64
 
 @dataclass(frozen=True)
 class Measure:
-    """How a number of a run is shown."""
+    """The label and the format of a number of a run."""
 
     label: str
     """With its unit at the end."""
@@ -31,12 +31,12 @@ class Measure:
 
     @property
     def head(self) -> str:
-        """Its name at the head of a paper's column: with its split but for test, its unit and the better way."""
+        """The name at the head of a paper's column: with its split but for test, its unit and the better way."""
         arrow = {min: " ↓", max: " ↑"}.get(self.best, "")  # type: ignore[arg-type]
         return self.label.removeprefix("test: ").replace(":", "") + arrow
 
     def shown(self, value: float, digits: int = 4) -> str:
-        """A value without its unit; `digits` are those of a loss behind the point, a percentage has two fewer."""
+        """Return a value without its unit; `digits` are a loss's after the point, a percentage has two fewer."""
         if self.text is not None:
             return self.text(value)
         share = self.label.endswith("%")
@@ -63,7 +63,7 @@ EVALUATED = {
 
 
 def _of(split: str, name: str) -> Measure:
-    """A number of `EVALUATED` of a validation or test."""
+    """Return the measure for a number of `EVALUATED` of a validation or test."""
     return replace(EVALUATED[name], label=f"{split}: {EVALUATED[name].label}")
 
 
@@ -96,14 +96,14 @@ MEASURES = {
 
 
 def text_of(found: Mapping[str, Any]) -> str:
-    """The text of an evaluation, and the teacher that read it too."""
+    """Describe the text of an evaluation, and the teacher that read it too."""
     text = f"the cache {str(found['cache'])[:12]}" if found.get("cache") else found.get("data")
     beside = f", beside {found['teacher']}" if found.get("teacher") else ""
     return printable(f"{found.get('sequences')} sequences of the {found.get('split')} split of {text}{beside}")[:160]
 
 
 def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What the test numbers of runs are of: text, teacher and checkpoint."""
+    """Yield the text, teacher and checkpoint that the test numbers of runs are of."""
     texts, steps = sorted(set(map(text_of, found))), {str(each.get("checkpoint")) for each in found}
     if found:
         at = min(steps) if len(steps) == 1 else "the checkpoint that was best then"
@@ -113,7 +113,7 @@ def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
-    """What `evaluate` measured last of each checkpoint on each text: a column each, of more than three a row each."""
+    """Yield the last numbers of `evaluate` for each checkpoint and text: a column each, beyond three a row each."""
     unique = {f"{each.get('student')} {each.get('checkpoint')} {text_of(each)}": each for each in found}
     last = list(unique.values())[-_MOST:]
     order = ["student", "checkpoint", "split", "cache", "data", "teacher", "sequences", "date", *EVALUATED]

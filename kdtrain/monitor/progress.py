@@ -65,7 +65,7 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Keep what is logged in the block off stderr, where bars stay; log files get it."""
+    """Keep lines logged in the block off stderr, where bars stay; log files get them."""
     global _hushed
     before, _hushed = _hushed, True
     setup_logging()
@@ -109,7 +109,7 @@ class _TwoLines(Progress):
     """Bars, each with a second line below."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """The lines from top to bottom."""
+        """Yield the lines from top to bottom."""
         for task in self.tasks:
             yield self.make_tasks_table([task])
             if task.fields["more"]:
@@ -178,7 +178,7 @@ class Bar:
             log.info("%s %d/%s | %s", self.what, done, self.total or "?", text)
 
     def rate(self) -> str:
-        """Units a second since the start, and the time left."""
+        """Return the units a second since the start, and the time left."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         rate = (self.done - self.start_done) / seconds
         left = "" if not self.total or rate == 0 else f" | {duration((self.total - self.done) / rate)} left"
@@ -187,7 +187,7 @@ class Bar:
 
 @contextmanager
 def bar(what: str, total: int | None, done: int = 0, unit: str = "sequences") -> Iterator[Bar]:
-    """A `Bar`, drawn while the block runs."""
+    """Yield a `Bar`, drawn while the block runs."""
     shown = Bar(what, total, done, unit)
     with shown.bar:
         yield shown
@@ -206,7 +206,7 @@ class Throughput:
         self.times: deque[tuple[float, int]] = deque(maxlen=window)
 
     def add(self, step: int, tokens: int, now: float) -> dict[str, float]:
-        """Tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds.
+        """Return tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds.
 
         Empty after the first step, whose time includes compilation.
         """
@@ -222,7 +222,7 @@ class Throughput:
 def formula(
     alpha: float | str, divergence: str, hidden: float | None, replays: bool = False, router: float = 0.0
 ) -> str:
-    """The objective in the words of a step's line: `.9 kl + .1 ce`; with `auto`, `alpha kl + (1 - alpha) ce`.
+    """Return the objective in the words of a step's line: `.9 kl + .1 ce`; with `auto`, `alpha kl + (1 - alpha) ce`.
 
     replays: whether sequences without a teacher are mixed in. Their cross-entropy is part of ce, and has the weight 1.
     router: weight of the router's loss of a mixture of experts; 0 without one.
@@ -236,13 +236,13 @@ def formula(
 
 
 def term_name(divergence: str) -> str:
-    """A divergence in a step's line: kl for forward-kl, and its own name without numbers else."""
+    """Return a divergence's name in a step's line: kl for forward-kl, else its own name without numbers."""
     name = divergence.partition(":")[0]
     return "kl" if name == "forward-kl" else name
 
 
 def weight_text(weight: float | str) -> str:
-    """A weight before a term: nothing for 1, else two digits, as `.9 `, or its name."""
+    """Return a weight before a term: nothing for 1, else two digits, as `.9 `, or its name."""
     if isinstance(weight, str):
         return f"{weight} "
     return "" if weight == 1 else f"{weight:.2g} ".removeprefix("0")
@@ -269,7 +269,7 @@ class StepText:
         self.window: deque[tuple[float, ...]] = deque(maxlen=AVERAGED)
 
     def add(self, numbers: Mapping[str, float]) -> dict[str, str]:
-        """Take the numbers of a step, by their names in metrics.jsonl; losses are means of the last steps.
+        """Add a step's numbers, by their names in metrics.jsonl; return its words. Losses are means of recent steps.
 
         The terms are those of the sum: the divergence is multiplied by T squared.
         """
@@ -293,7 +293,7 @@ class StepText:
 
 
 def one_line(head: str, parts: Mapping[str, str], width: int = 74) -> str:  # beside the time, on a terminal of 80
-    """`head` and the parts on a line of at most `width` columns, if leaving out lr, rate and time left is enough.
+    """Return `head` and the parts on a line of at most `width` columns, if leaving out lr, rate and time left suffices.
 
     Without the age of the checkpoint and the memory, which only the bar has.
     """
@@ -308,7 +308,7 @@ def one_line(head: str, parts: Mapping[str, str], width: int = 74) -> str:  # be
 
 
 def validation_line(step: int, numbers: Mapping[str, float], before: float | None, best: bool) -> str:
-    """The line of a validation: its loss, the change since the one before, the teacher's, and whether it is best."""
+    """Return the line of a validation: its loss, the change since the last, the teacher's, and whether it is best."""
     loss, teacher = numbers["validation/loss"], numbers.get("validation/teacher_loss")
     change = "" if before is None else f" ({loss - before:+.3f})"
     text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
@@ -320,7 +320,7 @@ def validation_line(step: int, numbers: Mapping[str, float], before: float | Non
 
 
 def members_line(step: int, numbers: Mapping[str, float], members: Iterable[str]) -> str:
-    """The line of a validation's members: the loss of each, and its teacher's."""
+    """Return the line of a validation's members: the loss of each, and its teacher's."""
     texts = []
     for name in members:
         teacher = numbers.get(f"validation/{name}/teacher_loss")
@@ -330,5 +330,5 @@ def members_line(step: int, numbers: Mapping[str, float], members: Iterable[str]
 
 
 def _digits(loss: float) -> str:
-    """A loss with two decimals; fewer where it is large."""
+    """Return a loss with two decimals; fewer where it is large."""
     return f"{loss:.2f}" if not abs(loss) >= 1e4 else f"{loss:.3g}"

@@ -51,7 +51,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run has logged."""
+    """The logs of a run, as read from its folder."""
 
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The options of config.toml by section."""
@@ -106,28 +106,28 @@ class RunRecord:
 
     @property
     def test(self) -> dict[str, Any]:
-        """What `evaluate` measured last on a test split; empty without one."""
+        """The last numbers of `evaluate` on a test split; empty without one."""
         return next((each for each in reversed(self.evaluations) if each.get("split") == "test"), {})
 
     @property
     def alphas(self) -> tuple[float, float] | None:
-        """The mean and the last of the weights that an alpha that moves had; None where none did."""
+        """The mean and the last of the weights of an alpha that moves; None without one."""
         found = [value for _, value in self.curve("alpha")]
         return (math.fsum(found) / len(found), found[-1]) if found else None
 
     def median_rate(self, name: str = "tok/s_last") -> float | None:
-        """The median of a rate, tokens/s, in the later half of the steps: the first ones wait for the compiler."""
+        """Return the median of a rate, tokens/s, over the later half of the steps: early ones wait for the compiler."""
         rates = [line[name] for line in self.metrics if line.get(name)]
         return statistics.median(rates[len(rates) // 2 :]) if rates else None
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Step and value of a number of metrics.jsonl, where it was logged and finite."""
+        """Return step and value of a number of metrics.jsonl, where it was logged and finite."""
         return [(int(line["step"]), line[name]) for line in self.metrics if math.isfinite(line.get(name, math.nan))]
 
     def places(self, axis: str) -> dict[int, float]:
-        """Each step's place on the axis `steps`, `tokens` or `minutes`, the steps of a rollback left out.
+        """Return each step's place on the axis `steps`, `tokens` or `minutes`, the steps of a rollback left out.
 
-        Minutes are those of optimizer steps, without validation, checkpoints and pauses. The first step of a process,
+        Minutes count optimizer steps alone, without validation, checkpoints and pauses. The first step of a process,
         which waits for the compiler, counts as the median step.
         """
         steps = self.steps
@@ -148,7 +148,7 @@ class RunRecord:
 
 
 def events(folder: Path, last: int | None = None) -> Iterator[Event]:
-    """The events of the run in `folder`, or those in its `last` bytes. OSError, ValueError: as `lines`."""
+    """Yield the events of the run in `folder`, or the events in its `last` bytes. OSError, ValueError: as `lines`."""
     for _, record in lines(folder / "events.jsonl", last):
         with suppress(ValueError):
             known = {name: (record or {}).pop(name, None) for name in ("event", "level", "step")}
@@ -156,7 +156,7 @@ def events(folder: Path, last: int | None = None) -> Iterator[Event]:
 
 
 def add_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
-    """Append what `evaluate` measured to the record of a run. RunError: it cannot be written."""
+    """Append the numbers of `evaluate` to the record of a run. RunError: it cannot be written."""
     line = json.dumps(finite({"date": time.strftime("%Y-%m-%d"), **found})) + "\n"
     with writing(folder / EVALUATIONS), open(folder / EVALUATIONS, "a", encoding="utf-8") as file:
         file.write(line)
@@ -169,7 +169,7 @@ def arm_of(folder: Path) -> tuple[str, ...]:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """The last texts that the run in `folder` sampled, each with `step`. OSError, ValueError: as `lines`."""
+    """Return the last texts that the run in `folder` sampled, each with `step`. OSError, ValueError: as `lines`."""
     last: list[dict[str, Any]] = []
     for _, record in lines(folder / "samples.jsonl"):
         if record is not None:
@@ -178,7 +178,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each line of a log, as text and as a record; the record is None where the line is none. Without a file: nothing.
+    """Yield each line of a log, as text and as a record; None for a line that is not a record. Without a file: nothing.
 
     last: read only the lines that begin in so many bytes at the end of the file.
 
@@ -213,12 +213,12 @@ def _is_number(value: Any) -> bool:
 
 
 def as_table(value: Any) -> Mapping[str, Any]:
-    """A value that should be a mapping; empty where it is none."""
+    """Return a value that should be a mapping; empty if it is not one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def as_finite(value: Any) -> float | None:
-    """A value that should be a number; None where it is none, non-finite, or beyond what a run measures."""
+    """Return a value that should be a number; None if it is not one, is non-finite, or beyond what a run measures."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
     return float(value) if usable and math.isfinite(value) else None
 
@@ -233,7 +233,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _bins(value: Any) -> list[dict[str, float]]:
-    """A reliability diagram, logged as lists of three numbers; empty for what is none."""
+    """Return a reliability diagram, logged as lists of three numbers; empty if the value is not one."""
     if not isinstance(value, list) or len(value) > _MOST_BINS:
         return []
     found = []

@@ -43,7 +43,7 @@ _DATA_WAIT, _CLIPPED_SHARE, _GROWTH = 0.1, 0.1, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """What a step logged."""
+    """The numbers that a step logged."""
 
     numbers: Mapping[str, float] = field(default_factory=dict)
     """All of it, by the names of metrics.jsonl, for rules of plugins."""
@@ -51,7 +51,7 @@ class Logged:
 
 @dataclass(frozen=True, kw_only=True)
 class Signs(Logged):
-    """What the rules look at; None and empty where it is not known."""
+    """The signs that the rules look at; None and empty where unknown."""
 
     step: int
     """The last finished step."""
@@ -97,7 +97,7 @@ class Signs(Logged):
 
     @classmethod
     def of(cls, folder: Path, record: RunRecord, now: float) -> "Signs":
-        """Those of the run in `folder`; `now` in seconds since 1970."""
+        """Read the signs of the run in `folder`; `now` in seconds since 1970."""
         steps, validations = record.steps[-WINDOW * 4 :], record.validations
         last, newest = int(record.metrics[-1]["step"]) if record.metrics else 0, steps[-1] if steps else {}
         timed = [(time, each) for each in steps[-WINDOW:] if (time := _seconds(each)) is not None]
@@ -153,7 +153,7 @@ Test = Callable[[Signs], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """Decorator: make a function of `Signs` a rule, whose kind is its name."""
+    """A decorator that makes a function of `Signs` a rule, whose kind is the function's name."""
 
     knob: str
     each_step: bool = False
@@ -174,7 +174,7 @@ RULES: dict[str, tuple[Rule, Test]] = {}
 
 @Rule("look at the process, the GPU and the disk; Ctrl-C stops it, and the same command resumes")
 def stalled(signs: Signs) -> str | None:
-    """No step for much longer than a step, or the validation after it, takes."""
+    """Warn if there is no step for much longer than a step, or the validation after it, takes."""
     limit = max(_STALLED, _SLOWER * (signs.step_seconds or 0.0))
     if signs.validates:
         limit = max(limit, _VALIDATES if signs.validation_seconds is None else 2 * signs.validation_seconds)
@@ -186,7 +186,7 @@ def stalled(signs: Signs) -> str | None:
 
 @Rule("lower --checkpoint-minutes or --checkpoint-freq")
 def no_checkpoint(signs: Signs) -> str | None:
-    """Training that a crash would lose."""
+    """Warn if a crash would lose much training."""
     if signs.step_seconds is None or signs.saved_step is None:
         return None
     steps = signs.step - signs.saved_step
@@ -196,7 +196,7 @@ def no_checkpoint(signs: Signs) -> str | None:
 
 @Rule("make room, or lower --keep-rolling")
 def disk_low(signs: Signs) -> str | None:
-    """No room for two more checkpoints: one is written beside those that exist."""
+    """Warn if there is no room for two more checkpoints: one is written beside the existing ones."""
     if signs.free_mib is None or not signs.checkpoint_mib or signs.free_mib >= 2 * signs.checkpoint_mib:
         return None
     return f"{size(signs.free_mib)} of disk are left, and a checkpoint takes {size(signs.checkpoint_mib)}"
@@ -204,7 +204,7 @@ def disk_low(signs: Signs) -> str | None:
 
 @Rule("lower --lr, cache more text, or end at a plateau: --early-stopping")
 def plateau(signs: Signs) -> str | None:
-    """A validation loss that no longer falls while it is above the teacher's."""
+    """Warn if the validation loss no longer falls while it is above the teacher's."""
     finite = [each for each in signs.validations if math.isfinite(each[1])]
     if len(finite) <= _PATIENCE:
         return None
@@ -218,7 +218,7 @@ def plateau(signs: Signs) -> str | None:
 
 @Rule("raise --lr, or give it fewer --warmup-steps")
 def flat(signs: Signs) -> str | None:
-    """A validation loss that stays where it began, far above the teacher's."""
+    """Warn if the validation loss stays where it began, far above the teacher's."""
     finite = [each for each in signs.validations if math.isfinite(each[1])]
     if len(finite) <= _PATIENCE or signs.teacher_loss is None:
         return None
@@ -230,7 +230,7 @@ def flat(signs: Signs) -> str | None:
 
 @Rule("lower --lr, or give it more --warmup-steps")
 def diverging(signs: Signs) -> str | None:
-    """A training loss that rises by more than its own noise, half a window after half a window."""
+    """Warn if the training loss rises by more than its own noise, half a window after half a window."""
     half = WINDOW // 2
     finite = [each for each in signs.losses if math.isfinite(each)]
     means = [math.fsum(finite[end - half : end]) / half for end in range(len(finite), half - 1, -half)][::-1]
@@ -244,7 +244,7 @@ def diverging(signs: Signs) -> str | None:
 
 @Rule("if it keeps growing there is a memory leak; you can stop and resume the run", each_step=True, once=True)
 def memory_growth(signs: Signs) -> str | None:
-    """Memory that has grown by more than half since the warm-up."""
+    """Warn if memory has grown by more than half since the warm-up."""
     if signs.grown_mib <= _GROWTH * (signs.held_mib - signs.grown_mib):
         return None
     return f"the process holds {signs.held_mib:,.0f} MiB, {signs.grown_mib:,.0f} more than after its warm-up"
@@ -257,7 +257,7 @@ def memory_growth(signs: Signs) -> str | None:
     fields=("epochs", "samples", "divergence"),
 )
 def learned_samples(signs: Signs) -> str | None:
-    """Samples that the student has memorized.
+    """Warn if the student has memorized the samples.
 
     A divergence is at least 0, and so is the mean of its estimates from fresh samples. A cache's samples are the same
     in every epoch: a student that fits them brings the estimate to 0 and below while it moves away from the teacher.
@@ -273,7 +273,7 @@ def learned_samples(signs: Signs) -> str | None:
 
 @Rule("lower --lr", each_step=True)
 def clipped(signs: Signs) -> str | None:
-    """Gradients that are clipped while the loss does not fall.
+    """Warn if gradients are clipped while the loss does not fall.
 
     Clipping alone is no fault, it shortens a step: fresh small students learn best at a rate at which most steps are
     clipped (docs/quality.md).
@@ -297,20 +297,20 @@ def clipped(signs: Signs) -> str | None:
     once=True,
 )
 def data_wait(signs: Signs) -> str | None:
-    """Steps that wait for their data."""
+    """Warn if steps wait for their data."""
     if signs.data_wait is None or signs.data_wait <= _DATA_WAIT:
         return None
     return f"training waited for its data in {signs.data_wait:.0%} of the time of the last {WINDOW} steps"
 
 
 def findings(signs: Signs, each_step: bool | None = None) -> dict[str, str]:
-    """What is wrong, by kind, with the knob to turn; by all rules, or by those that are tested at each step, or not."""
+    """Return the problems by kind, with the knob to turn, by all rules or by the rules with this `each_step`."""
     tested = {kind: (rule, test(signs)) for kind, (rule, test) in RULES.items() if each_step in (None, rule.each_step)}
     return {kind: f"{text}; {rule.knob}" for kind, (rule, text) in tested.items() if text is not None}
 
 
 class History:
-    """The steps of a process of a run, its signs at each step, and what it has warned of.
+    """The steps of a process of a run, its signs at each step, and the warnings so far.
 
     Nothing in it survives a restart.
 
@@ -350,7 +350,7 @@ class History:
         self.settles.add(step + 1)
 
     def add(self, step: int, numbers: Mapping[str, float], held_mib: float, epochs: float = 0.0) -> Signs:
-        """The signs after a step with these numbers, by the names of metrics.jsonl."""
+        """Add the numbers of a step, by the names of metrics.jsonl; return the signs after it."""
         self.clipped.append(0 < self.clip < numbers.get("grad_norm", math.nan))
         if step > self.warmup:
             self.clipped_steps.append(numbers)
@@ -379,7 +379,7 @@ class History:
         )
 
     def warnings(self, signs: Signs) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Kind, text and other fields of what has become wrong by the rules that are tested at each step."""
+        """Yield kind, text and other fields of each new problem found by the rules that are tested at each step."""
         found = findings(signs, each_step=True)
         for kind, text in found.items():
             if kind not in self.warned:
@@ -388,7 +388,7 @@ class History:
 
 
 def free_mib(folder: Path) -> float | None:
-    """MiB that are free on the disk of a folder; None where the system does not report it."""
+    """Return the MiB that are free on the disk of a folder; None where the system does not report it."""
     try:
         return shutil.disk_usage(folder).free / 2**20
     except OSError:
@@ -396,7 +396,7 @@ def free_mib(folder: Path) -> float | None:
 
 
 def newest_mib(checkpoints: Path) -> float | None:
-    """MiB of the folder that the link `latest` points to."""
+    """Return the MiB of the folder that the link `latest` points to."""
     try:
         with os.scandir(checkpoints / "latest") as files:
             return sum(each.stat().st_size for each in files if each.is_file()) / 2**20
@@ -405,13 +405,13 @@ def newest_mib(checkpoints: Path) -> float | None:
 
 
 def _seconds(line: Line) -> float | None:
-    """How long a step took, with what ran since the one before; None where it is not known."""
+    """Return the duration of a step, with the work since the step before; None where it is not known."""
     rate, tokens = as_finite(line.get("tok/s_last")), as_finite(line.get("tokens"))
     return tokens / rate if rate and tokens else None
 
 
 def _validation_due(step: int, record: RunRecord) -> bool:
-    """Whether a run validates after a step, as `training.schedule.validation_interval` has it."""
+    """Return True if a run validates after a step, by the rule of `training.schedule.validation_interval`."""
     total, every = record.environment.get("steps"), record.options.get("monitor", {}).get("eval_freq")
     if type(total) is not int or type(every) is not int or every < 1:
         return False

@@ -24,7 +24,7 @@ _NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run with a name of its own among those it is shown with."""
+    """A run with a name of its own among the runs shown with it."""
 
     name: str
     folder: Path
@@ -36,12 +36,12 @@ class LoggedRun:
 
     @property
     def seed(self) -> Any:
-        """Of weights, order and dropout."""
+        """The seed of weights, order and dropout."""
         return self.options["seed"]
 
     @property
     def status(self) -> str:
-        """How it ended."""
+        """How the run ended."""
         result = self.record.result
         last = max((int(line["step"]) for line in self.record.metrics), default=0)
         if result is None:
@@ -51,7 +51,7 @@ class LoggedRun:
 
     @property
     def student(self) -> str:
-        """Name and size of the student."""
+        """The name and the size of the student."""
         named = as_table(self.record.environment.get("student"))
         parameters = self.numbers["parameters"]
         name = printable(str(named.get("name") or self.options.get("student")))[:80]
@@ -59,30 +59,30 @@ class LoggedRun:
 
     @property
     def cache(self) -> str | None:
-        """The digest of the cache it learned from; across tokenizers not that of the view."""
+        """The digest of the cache that the run learned from; across tokenizers not the view's."""
         viewed = as_table(self.record.environment.get("alignment")).get("cache")
         found = viewed or self.record.environment.get("cache") or (self.record.result or {}).get("cache")
         return found if isinstance(found, str) else None
 
     @property
     def tokenizer(self) -> str | None:
-        """The digest of the tokenizer of its training tokens, where the run states it."""
+        """The digest of the tokenizer of the training tokens, where the run states it."""
         found = self.record.environment.get("tokenizer")
         return found if isinstance(found, str) else None
 
     @property
     def estimator(self) -> Any:
-        """What the KL of its validations was measured from, as text; None where the run does not state it."""
+        """The source of the validations' KL, as text; None where the run does not state it."""
         found = self.record.environment.get("kl_estimator")
         return found and printable(str(found))[:80]
 
     @property
     def compared(self) -> list[str]:
-        """The options that runs of a group have in common."""
+        """The options in which the runs of one group agree."""
         return [name for name in self.options if name not in _NOT_COMPARED]
 
     def identity(self, option: str) -> str:
-        """The value of an option, comparable over machines: a cache is its digest, a student what was built of it."""
+        """Return the value of an option, comparable over machines: a cache's digest, a student's description."""
         value = self.options.get(option)
         if option == "cache" and self.cache is not None:
             value = self.cache
@@ -92,7 +92,7 @@ class LoggedRun:
 
 
 def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """Flat records of every run of a pattern such as `runs/*`, or of a list of folders, for `pandas.DataFrame`.
+    """Return flat records of every run of a pattern such as `runs/*`, or of a list of folders, for `pandas.DataFrame`.
 
     A record has `run`, `arm` (that of a sweep, else the name that `compare` gives its group), `seed`, `status`,
     `student`, `cache`, `kl_estimator` (what the KL of a validation is measured from: two of them do not compare), the
@@ -143,7 +143,7 @@ def read_runs(folders: Sequence[Path], most: int | None = None) -> list[LoggedRu
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The runs that have begun of the sweep in `folder`; itself where there is none."""
+    """Return the runs that have begun of the sweep in `folder`; the folder itself where there is none."""
     names: Iterable[str] = ()
     with suppress(OSError, ValueError):
         names = read_sealed(folder / SWEEP)
@@ -158,7 +158,7 @@ def _named(folders: Sequence[Path], records: list[RunRecord]) -> list[LoggedRun]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that are all different."""
+    """Return the shortest ends of the paths that are all different."""
     parts = [folder.absolute().parts for folder in folders]
     names = [each[-1] for each in parts]
     for length in range(1, max(map(len, parts), default=1) + 1):
@@ -259,7 +259,7 @@ def grouped(found: Sequence[LoggedRun]) -> list[tuple[str, list[LoggedRun]]]:
 
 
 def _shared(runs: Sequence[LoggedRun]) -> str:
-    """The arm of the sweep that all runs belong to, or else the folder that they share; empty for a run alone."""
+    """Return the arm of the sweep that all runs belong to, or else the folder they share; empty for a single run."""
     [arm, *others] = {arm_of(run.folder) for run in runs}
     if arm and not others:
         return arm[-1]
@@ -267,7 +267,7 @@ def _shared(runs: Sequence[LoggedRun]) -> str:
 
 
 def apart(runs: Sequence[LoggedRun], name: str) -> bool:
-    """Whether a number of the runs does not compare, as it is of different things."""
+    """Return True if a number of the runs does not compare, because it measures different things."""
     if name == "kl" and len({run.cache for run in runs}) > 1 and len({run.estimator or run.cache for run in runs}) > 1:
         return True
     if name.startswith("test_") and len({text_of(run.record.test) for run in runs if run.record.test}) > 1:

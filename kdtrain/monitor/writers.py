@@ -116,7 +116,7 @@ class Writers:
             logger.table(step, "samples", rows)
 
     def hyperparameters(self, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Send the options of a run, by section (`config.sections`), to the loggers, without those that are None."""
+        """Send a run's options by section (`config.sections`) to the loggers, without options that are None."""
         flat = {
             f"{section}/{name}": value if isinstance(value, bool | int | float | str) else str(value)
             for section, table in options.items()
@@ -147,7 +147,7 @@ class Writers:
             self._report_failures(step)
 
     def close(self) -> None:
-        """Close everything; `event` still works, for the file."""
+        """Close all files and loggers; `event` still works, for the file."""
         self.file.close()
         while self.loggers:
             self.loggers.pop().close()

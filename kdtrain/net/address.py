@@ -33,7 +33,7 @@ class Unreachable(RunError):
 
 @dataclass(frozen=True)
 class Address:
-    """A cache that is elsewhere. Its text is canonical: equal for two spellings of one place."""
+    """The address of a cache elsewhere. Its text is canonical: equal for two spellings of one place."""
 
     text: str
     repository: str | None = None
@@ -44,16 +44,16 @@ class Address:
         return self.text
 
     def at(self, commit: str) -> "Address":
-        """The same data set at one commit."""
+        """Return the address of the same data set at one commit."""
         return Address(f"hf:datasets/{self.repository}@{commit}", self.repository, commit)
 
     def url(self, name: str) -> str:
-        """The URL of the file `name`, a path inside of a cache that a web server shows."""
+        """Return the URL of the file `name`, a path inside of a cache that a web server shows."""
         return f"{self.text}/{quote(name)}"
 
 
 def parse_address(where: Path | str) -> Address | None:
-    """The address that `where` is; None for a path. UsageError: it is meant as an address, and is none that is read."""
+    """Parse `where` as an address; None for a path. UsageError: it is meant as an address, but cannot be read."""
     # pathlib makes one slash of two
     text = where if isinstance(where, str) else _LOST_SLASH.sub(r"\1://", os.fspath(where))
     found = _SCHEME.match(text)
@@ -105,7 +105,7 @@ def _web(text: str, shown: str) -> Address:
 
 
 def is_allowed(url: str) -> bool:
-    """Whether a URL may be read: https, or http to this machine, to the hub that HF_ENDPOINT names, or by choice."""
+    """Return True if a URL may be read: https, or http to this machine, to the hub of HF_ENDPOINT, or by choice."""
     parts = urlsplit(url)
     if parts.scheme == "https":
         return True
@@ -117,7 +117,7 @@ def is_allowed(url: str) -> bool:
 
 
 def is_private(url: str) -> bool:
-    """Whether the host of a URL is written as this machine or one of a network that is not public."""
+    """Return True if the host of a URL is written as this machine, or as one of a network that is not public."""
     if (address := _ip(url)) is None:
         host = (urlsplit(url).hostname or "").rstrip(".")
         return host == "localhost" or host.endswith(".localhost")
@@ -125,7 +125,7 @@ def is_private(url: str) -> bool:
 
 
 def is_inside(url: str) -> bool:
-    """Whether the host of a URL is private, or has a name that no public one has."""
+    """Return True if the host of a URL is private, or has a name that no public host has."""
     host = urlsplit(url).hostname or ""
     # A name is taken as it stands: requests turns %2E and dots of other scripts into dots.
     named = _ip(url) is None and re.fullmatch(r"[\w.-]+", host, re.ASCII) is not None
@@ -133,7 +133,7 @@ def is_inside(url: str) -> bool:
 
 
 def _ip(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address as which systems read the host of a URL, 127.1 and 0x7f000001 too; None: it is a name."""
+    """Return the IP address as which systems read the host of a URL, 127.1 and 0x7f000001 too; None: it is a name."""
     host = (urlsplit(url).hostname or "").rstrip(".")
     with suppress(ValueError):
         return ipaddress.ip_address(host)
@@ -143,13 +143,13 @@ def _ip(url: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def offline() -> bool:
-    """Whether the user wants no network (HF_HUB_OFFLINE)."""
+    """Return True if the user wants no network (HF_HUB_OFFLINE)."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").lower() in ("1", "on", "yes", "true") for name in names)
 
 
 def no_network(endpoint: str) -> bool:
-    """Whether the hub's name is unknown here: its client would try again for half a minute. A proxy may know it."""
+    """Return True if the hub's name is unknown here: its client would try for half a minute. A proxy may know it."""
     from urllib.request import getproxies  # imports an HTTP client: no mistake waits for it
 
     for wait in () if getproxies() else (1.0, 0.0):

@@ -32,14 +32,14 @@ _REFUSALS = {
 
 
 def api() -> "HfApi":
-    """The hub's client; HF_ENDPOINT and HF_TOKEN count."""
+    """Return the hub's client; HF_ENDPOINT and HF_TOKEN count."""
     from huggingface_hub import HfApi
 
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None, library_name="kdtrain")
 
 
 def kept_file(address: Address, name: str) -> Path | None:
-    """A file of a data set that was fetched before, in HF_HOME; None: it was not."""
+    """Return a file of a data set that was fetched before, in HF_HOME; None: it was not."""
     from huggingface_hub import try_to_load_from_cache
 
     assert address.repository is not None
@@ -57,7 +57,7 @@ def fetch_file(
     retry: Retry = RETRY,
     kind: str = "dataset",
 ) -> Path:
-    """A file of a repository, in HF_HOME: fetched if it is not there, or `again`.
+    """Return a file of a repository, in HF_HOME; fetch it if it is not there, or `again`.
 
     most: bytes that it may have. exact: it has exactly these. kind: of the repository, dataset or model.
 
@@ -85,7 +85,7 @@ def fetch_file(
         refuse_size(what, found, most, exact)
 
     class Quiet(tqdm):  # type: ignore[type-arg]
-        """No bar among the lines of a run."""
+        """A progress bar that shows nothing among the lines of a run."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
@@ -103,7 +103,7 @@ def fetch_file(
 
 
 def ask(where: object, question: Callable[[], Answer], retry: Retry = RETRY) -> Answer:
-    """Ask the hub, again where it may pass.
+    """Ask the hub, and again where the failure may pass.
 
     where: what messages call the repository.
 
@@ -134,7 +134,7 @@ def ask(where: object, question: Callable[[], Answer], retry: Retry = RETRY) -> 
 
 
 def _code(error: BaseException | None) -> int | None:
-    """The code of the answer that an error, or its cause, is about; an upload's error wraps the answer."""
+    """Return the status code of the answer behind an error or its cause; an upload's error wraps the answer."""
     while error is not None:
         if (code := getattr(getattr(error, "response", None), "status_code", None)) is not None:
             return int(code)

@@ -50,7 +50,7 @@ _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
 
 
 class Passing(Exception):
-    """A failure that may pass. wait: seconds that the server asks for. far: no server was reached."""
+    """A failure that may pass. wait: seconds that the server asks to wait. far: no server was reached."""
 
     def __init__(self, text: str, wait: float | None = None, far: bool = False) -> None:
         super().__init__(text)
@@ -69,13 +69,13 @@ class Session(requests.Session):
             self.mount(scheme, _Adapter(self))
 
     def request(self, method: Any, url: Any, *args: Any, **options: Any) -> requests.Response:
-        """As of requests, by default without redirects, not packed, and as a stream."""
+        """Send a request as `requests` does, by default without redirects or compression, and as a stream."""
         options["headers"] = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
         bounds = {"stream": True, "timeout": (CONNECT, IDLE)}
         return super().request(method, url, *args, **{**bounds, **options, "allow_redirects": False})
 
     def get_redirect_target(self, resp: requests.Response) -> None:
-        """None. Given a target, requests reads the redirect's whole body, of any size, even if it does not follow."""
+        """Return None: given a target, requests reads a redirect's whole body, of any size, even unfollowed."""
 
 
 class _Adapter(HTTPAdapter):
@@ -106,8 +106,8 @@ class _Adapter(HTTPAdapter):
 
 
 class _Until(io.RawIOBase):
-    """The bytes of a connection until the session's deadline, which a time-out of requests is not: it begins anew at
-    each byte."""
+    """Reads the bytes of a connection until the session's deadline, while a time-out of requests begins anew at each
+    byte."""
 
     def __init__(self, raw: io.RawIOBase, sock: Any, session: Session) -> None:
         self._raw, self._sock, self._session = raw, sock, session
@@ -128,7 +128,7 @@ class _Until(io.RawIOBase):
 
 
 def body(answer: requests.Response, piece: int = _PIECE) -> Iterator[bytes]:
-    """What arrives of a body, without waiting for a whole piece, and never unpacked."""
+    """Yield the bytes of a body as they arrive, without waiting for a whole piece, and never unpacked."""
     raw: Any = answer.raw
     read = raw.read1 if hasattr(raw, "read1") else lambda most, **options: raw.read(min(most, 2**12), **options)
     while found := read(piece, decode_content=False):
@@ -136,7 +136,7 @@ def body(answer: requests.Response, piece: int = _PIECE) -> Iterator[bytes]:
 
 
 def retry_after(answer: requests.Response) -> float | None:
-    """Seconds that a server asks to wait, by its header Retry-After, at most 300; None: it does not ask."""
+    """Return the seconds that a server asks to wait, by its header Retry-After, at most 300; None: it does not ask."""
     try:
         found = RETRY.parse_retry_after(answer.headers.get("Retry-After", ""))
     except (InvalidHeader, ValueError, OverflowError):
@@ -145,7 +145,7 @@ def retry_after(answer: requests.Response) -> float | None:
 
 
 def pause(retry: Retry, problem: str, what: str, *, wait: float | None = None, far: bool = False) -> Retry:
-    """Wait before another attempt, and return what is left of `retry`. Unreachable: nothing is.
+    """Wait before another attempt, and return the remaining `retry`. Unreachable: nothing remains.
 
     wait: seconds that the server asks for. far: no server was reached.
     """
@@ -171,7 +171,7 @@ def download(
     exact: bool = False,
     retry: Retry = RETRY,
 ) -> None:
-    """Fetch `url` into the file `part`, behind the bytes that it has, and check it.
+    """Download `url` into the file `part`, after the bytes that it has, and check it.
 
     Args:
         what: names the file in messages.
@@ -254,7 +254,7 @@ def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact
 
 
 def _follow(session: Session, url: str, headers: Mapping[str, str], what: str) -> requests.Response:
-    """The answer at the end of the redirects. UsageError: it will not be another one later."""
+    """Return the answer at the end of the redirects. UsageError: a later attempt would fail as well."""
     inside = is_private(url)
     for _ in range(_REDIRECTS + 1):
         try:
@@ -290,7 +290,7 @@ def _follow(session: Session, url: str, headers: Mapping[str, str], what: str) -
 
 
 def refuse_size(what: str, total: int, most: int, exact: bool) -> None:
-    """RunError: a file has another size elsewhere than the manifest states."""
+    """Raise RunError if a file has another size elsewhere than the manifest states."""
     if total > most or (exact and total != most):
         raise RunError(
             f"{what} has {total:,} bytes there instead of {'' if exact else 'at most '}{most:,}: it was altered, or "
@@ -324,7 +324,7 @@ _REASONS = (
 
 
 def reason(error: BaseException) -> tuple[str, str]:
-    """An error of a connection in words, and its kind, see `_REASONS`."""
+    """Describe an error of a connection in words, and return its kind, see `_REASONS`."""
     text = f"{type(error).__name__} {error}".lower()
     found = next(((words, kind) for known, kind, words in _REASONS if re.search(known, text)), None)
     return found or (f"the connection failed ({type(error).__name__})", "")

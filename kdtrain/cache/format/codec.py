@@ -64,7 +64,7 @@ _CELLS = {"cpu": 2**18, "cuda": 2**27}  # logits in a block: they stay in a core
 
 
 def uniforms(purpose: str, seed: int, split: str, sequence: int, length: int) -> np.ndarray:
-    """int64 [length] in [0, 2**32): one number a position, of a hash of the arguments."""
+    """Return int64 [length] in [0, 2**32), one number a position, from a hash of the arguments."""
     name = f"kdtrain {purpose} {seed} {split} {sequence}"
     return np.frombuffer(hashlib.shake_256(name.encode()).digest(4 * length), "<u4").astype(np.int64)
 
@@ -72,7 +72,7 @@ def uniforms(purpose: str, seed: int, split: str, sequence: int, length: int) ->
 def draw_points(
     seed: int, split: str, sequence: int, length: int, number: int, offset: Fraction = Fraction(0), start: int = 0
 ) -> np.ndarray:
-    """fp64 [length - start, number] in [0, 1): where the samples of positions lie in their cumulative distributions.
+    """Return fp64 [length - start, number] in [0, 1): places of samples in the cumulative distributions.
 
     The fractional parts of x + offset + i / number, with one x a position, a pure function of seed, split and sequence.
     They are exact quotients of whole numbers, correctly rounded: equal points of two grids are equal doubles.
@@ -88,7 +88,7 @@ def draw_points(
 
 
 def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:
-    """Inverse-CDF samples [N, D]; V in a row without any weight. Never an entry of weight 0."""
+    """Draw samples [N, D] by the inverse CDF; V in a row without any weight. Never draws an entry of weight 0."""
     cdf_NV = weights_NV.cumsum(-1, dtype=torch.float64)
     total_N1 = cdf_NV[:, -1:]
     drawn_ND = torch.searchsorted(cdf_NV, points_ND * total_N1, right=True).clamp_(max=weights_NV.shape[1] - 1)
@@ -103,7 +103,7 @@ def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:
 
 
 def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Distinct ids, ascending, and counts, both [N, D]; V and 0 in the columns left over."""
+    """Return the distinct ids, ascending, and their counts, both [N, D]; V and 0 in the columns left over."""
     drawn_ND = drawn_ND.sort(-1).values
     new_ND = torch.ones_like(drawn_ND)
     new_ND[:, 1:] = drawn_ND[:, 1:] != drawn_ND[:, :-1]
@@ -116,7 +116,7 @@ def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def _sampled(
     drawn_ND: Tensor, vocab_size: int, logprobs_at: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct drawn ids, log p and counts [N, D], most likely first; then ABSENT, NaN and 0."""
+    """Return the distinct drawn ids, their log p and counts [N, D], most likely first; then ABSENT, NaN and 0."""
     ids_ND, counts_ND = _count(drawn_ND, vocab_size)
     kept_ND = logprobs_at(ids_ND.clamp(max=vocab_size - 1)).masked_fill_(counts_ND == 0, -torch.inf)
     order_ND = kept_ND.argsort(dim=-1, descending=True, stable=True)
@@ -126,7 +126,7 @@ def _sampled(
 
 
 def _tail(offset_NV: Tensor, at_one_NV: Tensor, largest_N: Tensor, knots: tuple[float, ...]) -> Tensor:
-    """[N, 2G]: L(beta) = log sum exp(beta log p) over the tail, then dL/dbeta = E[log p].
+    """Return [N, 2G]: L(beta) = log sum exp(beta log p) over the tail, then dL/dbeta = E[log p].
 
     `offset_NV` is log p less the tail's largest, FLOOR in the top-k: its weight is then exactly 0. `at_one_NV` is its
     exponential.
@@ -141,7 +141,7 @@ def _tail(offset_NV: Tensor, at_one_NV: Tensor, largest_N: Tensor, knots: tuple[
 
 
 def _moments(logprobs_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of log p over the possible entries."""
+    """Return the mean and the standard deviation of log p over the possible entries."""
     if logprobs_NV.amin() > FLOOR:
         # On a CPU three times as fast as torch.std_mean.
         mean_N1 = logprobs_NV.mean(-1, keepdim=True)
@@ -195,13 +195,13 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def _chunk_maxima(logits_NV: Tensor) -> Tensor:
-    """The largest logit of each chunk, fp32 [N, C]."""
+    """Return the largest logit of each chunk, fp32 [N, C]."""
     padded_NV = F.pad(logits_NV.float(), (0, -logits_NV.shape[1] % _CHUNK), value=-torch.inf)
     return padded_NV.unflatten(1, (-1, _CHUNK)).amax(-1)
 
 
 def _largest(logits_NV: Tensor, maxima_NC: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The `number` largest logits, at least `_LOWEST`, and their ids. As many chunks, by their maxima, hold them."""
+    """Return the `number` largest logits, at least `_LOWEST`, and their ids, from as many chunks, by their maxima."""
     chunks_NJ = maxima_NC.topk(min(number, maxima_NC.shape[1]), -1).indices
     column_W = torch.arange(_CHUNK, device=logits_NV.device)
     ids_NI = rearrange(chunks_NJ[:, :, None] * _CHUNK + column_W, "n j w -> n (j w)")
@@ -214,7 +214,7 @@ def _largest(logits_NV: Tensor, maxima_NC: Tensor, number: int) -> tuple[Tensor,
 def _reduce(
     logits_NV: Tensor, highest_N1: Tensor, edge_N1: Tensor, knots: tuple[float, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All sums over the logits z, in one pass.
+    """Compute all sums over the logits z in one pass.
 
     With d = z - edge where d <= 0: the sums of exp(beta d) and of exp(beta d) d, both [N, G]. With h = z - highest for
     the possible entries: their number and the sums of h and h^2, each [N, 1].
@@ -231,14 +231,14 @@ def _reduce(
 
 
 def _tail_weights(logits_NV: Tensor, highest_N1: Tensor, edge_N1: Tensor) -> Tensor:
-    """exp(z - edge) of the possible entries up to the edge, else 0; fp32, V padded to whole chunks."""
+    """Return exp(z - edge) of the possible entries up to the edge, else 0; fp32, V padded to whole chunks."""
     wide_NV = F.pad(logits_NV.float(), (0, -logits_NV.shape[1] % _CHUNK), value=-torch.inf)
     inside_NV = (wide_NV - highest_N1 > FLOOR) & (wide_NV <= edge_N1)
     return torch.where(inside_NV, (wide_NV - edge_N1).exp(), 0.0)
 
 
 def _draw_by_chunk(weights_NV: Tensor, points_ND: Tensor, vocab_size: int) -> Tensor:
-    """What `_draw` draws, first a chunk and then an entry of it: without cumulative sums over V."""
+    """Draw as `_draw` does, first a chunk and then an entry of it, without cumulative sums over V."""
     weights_NCW = weights_NV.unflatten(1, (-1, _CHUNK))
     mass_NC = weights_NCW.sum(-1, dtype=torch.float64)
     drawn_ND = _draw(mass_NC, points_ND)
@@ -254,7 +254,7 @@ def _draw_by_chunk(weights_NV: Tensor, points_ND: Tensor, vocab_size: int) -> Te
 def _sparse_in_passes(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: Tensor | None, compile: bool = True
 ) -> dict[str, Tensor]:
-    """What `_encode_block` keeps of a tail that is not empty, in as few passes over the logits as its parts need."""
+    """Encode as `_encode_block` does, where no tail is empty, in as few passes over the logits as the parts need."""
     if not compile:
         return _in_passes(logits_NV, labels_N, spec, points_ND, compile)
     import torch._inductor.config as inductor_config  # takes two seconds
@@ -307,7 +307,7 @@ def _in_passes(
 def encode(
     logits_NV: Tensor, labels_N: Tensor, spec: CodecSpec, points_ND: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """What is kept of N tokens: label_logprob [N]; logprobs [N, K] or, dense, [N, V]; ids, counts [N, K];
+    """Encode the distributions of N tokens: label_logprob [N]; logprobs [N, K] or, dense, [N, V]; ids, counts [N, K];
     tail [N, 2G]; logit_mean, logit_std [N]. fp32 (`dense`: fp16), ids in the spec's dtype, uint8 counts.
 
     logits_NV: any float dtype and device, each row with a finite log-partition; labels_N: int64, the true
@@ -330,7 +330,7 @@ def encode_on_device(
     compile: bool = True,
     cells: int | None = None,
 ) -> dict[str, Tensor]:
-    """What `encode` keeps, where the logits are (`dense`: on the CPU); ids in int64, ABSENT among them.
+    """Encode as `encode` does, on the device of the logits (`dense`: on the CPU); ids in int64, ABSENT among them.
 
     compile: on a GPU compile the passes. cells: logits in a block, by default what suits the device.
     """
@@ -365,7 +365,7 @@ def encode_sequences(
     first: int,
     offset: Fraction = Fraction(0),
 ) -> dict[str, np.ndarray]:
-    """`encode` for whole sequences of `split`, from number `first` on: arrays [B, T, ...].
+    """Encode whole sequences of `split`, from number `first` on, by `encode`; return arrays [B, T, ...].
 
     offset: of the grid of samples, see `draw_points`.
 
@@ -386,13 +386,13 @@ def encode_sequences(
 
 
 def broken(logits_BTV: Tensor) -> Tensor:
-    """bool [B]: sequences with a position that has no distribution, because of NaN, +inf or only -inf."""
+    """Return bool [B]: True for a sequence with a position that has no distribution (NaN, +inf or only -inf)."""
     # Exactly then the largest logit is NaN or infinite; this is one pass over the logits.
     return ~logits_BTV.amax(-1).isfinite().all(-1)
 
 
 def decode(arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device | str = "cpu") -> Targets | None:
-    """Targets from arrays [n, T, ...] of `encode_sequences` or `compression.unpack`, as N = n*T rows.
+    """Return the targets of arrays [n, T, ...] from `encode_sequences` or `compression.unpack`, as N = n*T rows.
 
     None for the codec `tokens`.
     """
@@ -448,12 +448,12 @@ _LEAST_MASS = 1e-6
 
 
 def stated_range(spec: CodecSpec) -> dict[str, Any]:
-    """The temperature range of a cache whose teacher is not there to measure it."""
+    """Return the temperature range of a cache whose teacher is not available to measure it."""
     return _SAMPLED_RANGE if spec.num_samples else RANGE
 
 
 def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec: CodecSpec) -> dict[str, np.ndarray]:
-    """The arrays of `encode` for one sequence, from its top-k only: `ids_TH` and `logprobs_TH`, most likely first.
+    """Return the arrays of `encode` for one sequence, from its top-k alone, most likely first.
 
     A position with NaN counts as an even distribution; a label with NaN gets its share of the bucket.
 

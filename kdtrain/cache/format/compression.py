@@ -72,7 +72,7 @@ _GRAIN = 4096  # weights are multiples of 1/4096: rounding in the sums they are 
 
 
 def order(knots: tuple[float, ...]) -> list[int]:
-    """Indices of the numbers (L at the knots, slopes, mean, deviation) in the order in which they are stored.
+    """Return the indices of the numbers (L at the knots, slopes, mean, deviation) in stored order.
 
     L(1) first, then L at the lowest knot, then the others upwards; slopes likewise; mean; deviation.
     """
@@ -82,13 +82,13 @@ def order(knots: tuple[float, ...]) -> list[int]:
 
 
 def steps(knots: tuple[float, ...]) -> np.ndarray:
-    """[M] the step of each number, in stored order."""
+    """Return [M], the step of each number, in stored order."""
     number = len(knots)
     return np.array([STEP_VALUE] * number + [STEP_SLOPE] * number + [STEP_SPREAD] * 2, np.float32)
 
 
 def features(top_logprobs_HN: np.ndarray) -> np.ndarray:
-    """[F, N] fp32 of the top-k as stored: 1, and for H > 0 log p of its first, middle and last entry, their
+    """Return [F, N] fp32 of the top-k as stored: 1, and for H > 0 log p of its first, middle and last entry, their
     mean, the top-k's mass, and log(1 - mass), at least log 1e-3."""
     top_k, number = top_logprobs_HN.shape
     found_FN = np.ones((7 if top_k else 1, number), np.float32)
@@ -112,7 +112,7 @@ class Predictor:
 
     @classmethod
     def fit(cls, features_FN: np.ndarray, numbers_MN: np.ndarray, knots: tuple[float, ...]) -> Predictor:
-        """Least squares over tokens whose tail is not empty; `numbers_MN` as `order` has them."""
+        """Fit the weights by least squares over tokens with a tail; `numbers_MN` is in the order of `order`."""
         if len(knots) == 1:
             return cls(_whole_weights(numbers_MN, knots), knots)
         there_N = numbers_MN[0] > NOTHING
@@ -127,7 +127,7 @@ class Predictor:
         return cls(weights, knots)
 
     def encode(self, features_FN: np.ndarray, numbers_MN: np.ndarray) -> np.ndarray:
-        """Codes [M, N] uint16: distances in steps, 0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..."""
+        """Return codes [M, N] uint16: the distances in steps, 0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..."""
         empty_N = ~(numbers_MN[0] > NOTHING)
         number, width = len(numbers_MN), len(features_FN)
         known_N = np.concatenate([features_FN, np.zeros_like(numbers_MN)]).astype(np.float32)
@@ -144,7 +144,7 @@ class Predictor:
 
     @cached_property
     def _solved(self) -> np.ndarray:
-        """[M, F + M] fp32: L at the knots, slopes, mean and deviation are this times (features, distances in steps)."""
+        """[M, F + M] fp32: times (features, distances in steps) it is L at the knots, slopes, mean and deviation."""
         width = self.weights.shape[1] - len(self.weights)
         weights = self.weights.astype(np.float64)
         inverse = np.linalg.inv(np.eye(len(weights)) - weights[:, width:])
@@ -153,13 +153,13 @@ class Predictor:
 
     @property
     def largest(self) -> float:
-        """A bound on every number, whatever is stored; non-finite where the weights are too large for fp32."""
+        """A bound on every number, whatever codes are stored; non-finite where the weights are too large for fp32."""
         width = self.weights.shape[1] - len(self.weights)
         bounds = [_LARGEST_FEATURE] * width + [_LARGEST + 2] * len(self.weights)
         return float((np.abs(self._solved).astype(np.float64) @ bounds).max())
 
     def decode(self, features_FN: np.ndarray, codes_MN: np.ndarray) -> np.ndarray:
-        """L at the knots, slopes, mean and deviation [M, N] fp32, in this order."""
+        """Return L at the knots, slopes, mean and deviation [M, N] fp32, in this order."""
         empty_N = codes_MN[0] == MARK
         known_N = np.empty((self._solved.shape[1], codes_MN.shape[1]), np.float32)
         known_N[: len(features_FN)] = features_FN
@@ -175,9 +175,9 @@ class Predictor:
 
 
 def _whole_weights(numbers_MN: np.ndarray, knots: tuple[float, ...]) -> np.ndarray:
-    """Weights [M, 1 + M] under which multiples of the steps stay such: a constant, and one number before, as it is or
-    negated, where that makes the distances shorter. All sums are of whole numbers, hence the same on any machine.
-    """
+    """Return weights [M, 1 + M] that map multiples of the steps to such multiples: a constant, and one earlier number,
+    as it is or negated, where that makes the distances shorter. All sums are of whole numbers, hence the same on any
+    machine."""
     step_M = steps(knots)
     counts_MN = _in_steps(numbers_MN, knots)
     weights = np.zeros((len(counts_MN), 1 + len(counts_MN)), np.float32)
@@ -194,7 +194,7 @@ def _whole_weights(numbers_MN: np.ndarray, knots: tuple[float, ...]) -> np.ndarr
 
 
 def _in_steps(numbers_MN: np.ndarray, knots: tuple[float, ...]) -> np.ndarray:
-    """int64 [M, N]: the nearest multiple of each number's step."""
+    """Return int64 [M, N]: each number in steps, rounded to the nearest."""
     return np.round(numbers_MN / steps(knots).astype(np.float64)[:, None]).astype(np.int64)
 
 
@@ -204,7 +204,7 @@ MIN_COUNT = 3
 
 @dataclass(frozen=True)
 class Dictionary:
-    """The lists of one shard. `absent` is the id of an absent entry, before and after coding."""
+    """The lists of ids of one shard. `absent` is the id of an absent entry, before and after coding."""
 
     context_row: np.ndarray
     """[V] unsigned: the row of candidates for a token just read; row 0 is empty."""
@@ -225,7 +225,7 @@ class Dictionary:
 
     @classmethod
     def fit(cls, context_N: np.ndarray, ids_NK: np.ndarray, vocab_size: int, absent: int) -> Dictionary:
-        """The lists for N tokens. context_N: the token just read; ids_NK: the entries kept after it."""
+        """Make the lists for N tokens. context_N: the token just read; ids_NK: the entries kept after it."""
         dtype = np.min_scalar_type(absent)
         here_NK = ids_NK != absent
         ids = ids_NK[here_NK].astype(np.int64)
@@ -261,7 +261,7 @@ class Dictionary:
         return codes_V
 
     def encode(self, context_N: np.ndarray, ids_NK: np.ndarray) -> np.ndarray:
-        """Codes [N, K] int64 of `ids_NK`."""
+        """Return the codes [N, K] int64 of `ids_NK`."""
         here_NK = ids_NK != self.absent
         ids_NK = np.where(here_NK, ids_NK, 0).astype(np.int64)
         codes_NK = self._plain[ids_NK]
@@ -273,7 +273,7 @@ class Dictionary:
         return np.where(here_NK, codes_NK, 0)
 
     def decode(self, context_T: np.ndarray, codes_KT: np.ndarray) -> np.ndarray:
-        """Ids [K, T], of the lists' dtype, of one sequence. IndexError: a code that this dictionary does not have."""
+        """Return the ids [K, T] of one sequence, in the lists' dtype. IndexError: a code is not in the dictionary."""
         beyond = np.int32(len(self._lists) - self.literal_base)
         start_T = np.take(self.context_row, context_T).astype(np.int32) * (WIDTH + 1)
         place_KT = np.where(codes_KT <= WIDTH, start_T, beyond)
@@ -289,7 +289,7 @@ class Dictionary:
 
 
 def _ranked(pairs: np.ndarray, counts: np.ndarray, vocab_size: int, absent: int) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts that have candidates, ascending, and their candidates [1 + contexts, C], row 0 empty."""
+    """Return the contexts that have candidates, ascending, and their candidates [1 + contexts, C], row 0 empty."""
     contexts, ids = np.divmod(pairs, vocab_size)
     order = np.lexsort((ids, -counts, contexts))
     contexts, ids = contexts[order], ids[order]
@@ -314,19 +314,19 @@ Arrays = dict[str, np.ndarray]
 
 
 def logprob_codes(logprobs: np.ndarray) -> np.ndarray:
-    """int64 codes of log-probabilities; NaN counts as impossible."""
+    """Return the int64 codes of log-probabilities; NaN counts as impossible."""
     energy = -np.nan_to_num(np.asarray(logprobs, np.float64), nan=FLOOR, posinf=0.0, neginf=FLOOR)
     return np.round(FINENESS * np.log1p(energy.clip(0, -FLOOR))).astype(np.int64)
 
 
 def logprobs_of(codes: np.ndarray) -> np.ndarray:
-    """fp32 log-probabilities of uint16 codes; NaN for codes beyond the lowest."""
+    """Return the fp32 log-probabilities of uint16 codes; NaN for codes beyond the lowest."""
     return np.take(_LOGPROBS, codes)
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How the sequences of one shard are stored: the codec, its lists and its weights."""
+    """The coding of one shard's sequences: the codec, its lists and its weights."""
 
     spec: CodecSpec
     dictionary: Dictionary
@@ -334,7 +334,7 @@ class Coding:
 
     @classmethod
     def fit(cls, tokens_nT1: np.ndarray, kept: Arrays, spec: CodecSpec) -> Self:
-        """Lists and weights for sequences [n, T + 1] and what is kept of them ([n, T, ...], `codec.encode`)."""
+        """Fit the lists and weights to sequences [n, T + 1] and their encoded arrays ([n, T, ...], `codec.encode`)."""
         context_N = tokens_nT1[:, :-1].reshape(-1)
         ids_NK = rearrange(kept["ids"], "n t k -> (n t) k")
         dictionary = Dictionary.fit(context_N, ids_NK, spec.vocab_size, spec.absent)
@@ -342,7 +342,7 @@ class Coding:
         return cls(spec, dictionary, predictor)
 
     def pack(self, tokens_nT1: np.ndarray, kept: Arrays) -> Arrays:
-        """The stored arrays [n, ..., T] of what is kept [n, T, ...]."""
+        """Return the stored arrays [n, ..., T] of the encoded arrays [n, T, ...]."""
         spec, length = self.spec, kept["ids"].shape[1]
         ids_NK = rearrange(kept["ids"], "n t k -> (n t) k")
         id_codes = self.dictionary.encode(tokens_nT1[:, :-1].reshape(-1), ids_NK)
@@ -365,12 +365,12 @@ class Coding:
         }
 
     def unpack(self, tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
-        """What was kept [n, T, ...], as the reader sees it; the inverse of `pack` up to its stated errors."""
+        """Return the encoded arrays [n, T, ...] for the reader: the inverse of `pack` up to its stated errors."""
         sequences = zip(tokens_nT1, stored["ids"], stored["numbers"], strict=True)
         return unpack([(self, *sequence) for sequence in sequences])
 
     def unpack_one(self, tokens_T1: np.ndarray, ids_KT: np.ndarray, numbers_RT: np.ndarray, columns: Arrays) -> None:
-        """Write what was kept of one sequence into `columns`, each [.., T], see `empty`.
+        """Write the encoded arrays of one sequence into `columns`, each [..., T], as `unpack` allocates them.
 
         ids_KT and numbers_RT are its stored arrays. IndexError: a code that the dictionary does not have.
         """
@@ -399,24 +399,24 @@ class Coding:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """[256] fp32: log (count / D) of each count, FLOOR of none."""
+        """[256] fp32: log (count / D) of each count, FLOOR for the count 0."""
         counts = np.arange(256, dtype=np.float32)
         return np.log(counts / np.float32(self.spec.num_samples), where=counts > 0, out=np.full_like(counts, FLOOR))
 
     def to_arrays(self) -> Arrays:
-        """The data sets of the group `dictionary` of a shard."""
+        """Return the data sets of the group `dictionary` of a shard."""
         lists = {name: getattr(self.dictionary, name) for name in ("context_row", "candidates", "common")}
         return {**lists, "tail_weights": self.predictor.weights}
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, spec: CodecSpec) -> Self:
-        """The inverse of `to_arrays`. KeyError: one is missing."""
+        """Make a coding from the data sets that `to_arrays` returns. KeyError: one is missing."""
         lists = Dictionary(arrays["context_row"], arrays["candidates"], arrays["common"], spec.absent)
         return cls(spec, lists, Predictor(arrays["tail_weights"], spec.knots))
 
 
 def unpack(sequences: Sequence[tuple[Coding, np.ndarray, np.ndarray, np.ndarray]]) -> Arrays:
-    """What was kept of sequences, which may come from several shards: arrays [n, T, ...], views of columns.
+    """Return the encoded arrays [n, T, ...] of sequences, which may come from several shards; views of columns.
 
     Each sequence is its coding, its tokens [T + 1] and its stored ids and numbers. They are unpacked one at a time:
     the working set stays in a core's cache, and the result is the only large array.
@@ -434,7 +434,7 @@ def unpack(sequences: Sequence[tuple[Coding, np.ndarray, np.ndarray, np.ndarray]
 
 
 def _by_count(codes_nKT: np.ndarray, counts_nKT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entries by count and code, as they are stored: codes and counts, each as its difference; int64.
+    """Sort the entries by count and code, as they are stored; return codes and counts, each as differences, int64.
 
     One sort of numbers that hold both, along rows of memory, takes a third of a `lexsort`'s time.
     """
@@ -449,7 +449,7 @@ def _by_count(codes_nKT: np.ndarray, counts_nKT: np.ndarray) -> tuple[np.ndarray
 
 
 def _counted(ids_KT: np.ndarray, below_KT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [K, T] int64 and counts [K, T] of one sequence, the inverse of `_by_count`; the counts are checked."""
+    """Return the codes (int32 or int64) and counts of one sequence, both [K, T]: the inverse of `_by_count`."""
     # a sum of at most 255 codes of 16 bits fits into 32
     codes_KT = ids_KT.astype(np.int32 if ids_KT.dtype == np.uint16 else np.int64)
     counts_KT, equal_KT, before_T = below_KT.copy(), below_KT == 0, np.empty_like(codes_KT[0])
@@ -461,7 +461,7 @@ def _counted(ids_KT: np.ndarray, below_KT: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _entry_codes(kept: Arrays, spec: CodecSpec) -> np.ndarray:
-    """Codes [n, K, T], ascending along K: an absent entry (NaN) repeats the one before. Counts alone have none."""
+    """Return codes [n, K, T], ascending along K: an absent entry (NaN) repeats the one before; counts alone: K = 0."""
     if spec.counts_only:
         return np.zeros((len(kept["ids"]), 0, kept["ids"].shape[1]), np.int64)
     logprobs_nTK = kept["logprobs"]
@@ -475,7 +475,7 @@ def _features(codes_nKT: np.ndarray, spec: CodecSpec) -> np.ndarray:
 
 
 def _numbers(kept: Arrays, spec: CodecSpec) -> np.ndarray:
-    """[M, N] fp32, in stored order."""
+    """Return [M, N] fp32: the numbers of the tail, in stored order."""
     parts = [kept["tail"], kept["logit_mean"][..., None], kept["logit_std"][..., None]]
     numbers_nTM = np.concatenate([part.astype(np.float32) for part in parts], -1)
     numbers_MN = rearrange(numbers_nTM[..., order(spec.knots)], "n t m -> m (n t)")

@@ -94,7 +94,7 @@ class _Sink(RawIOBase):
         return size or 0
 
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Do nothing: the sink has no buffer."""
 
     def check(self) -> None:
         """Raise the first error of a write."""
@@ -107,7 +107,7 @@ CALLBACKS.update(each.__code__ for each in vars(_Sink).values() if isinstance(ea
 
 @contextmanager
 def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
-    """A new HDF5 file, and a function that raises the OSError of a failed write; so does leaving the block."""
+    """Yield a new HDF5 file and a function that raises the OSError of a failed write; the block's end raises it too."""
     with open(path, "wb+", buffering=0) as raw:
         sink = _Sink(raw)
         with h5py.File(sink, "w") as file:
@@ -144,7 +144,7 @@ def _compression(layout: DatasetLayout | None = None) -> dict[str, Any]:
 
 
 def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
-    """The arrays of `Coding.to_arrays`, one chunk each."""
+    """Write the arrays of `Coding.to_arrays`, one chunk each."""
     group = file.create_group(DICTIONARY)
     for name, values in arrays.items():
         options = {"chunks": values.shape, "fletcher32": True, "track_times": False, **_compression()}
@@ -152,7 +152,7 @@ def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def stored_bytes(file: h5py.File) -> dict[str, int]:
-    """Compressed bytes by data set, all of the dictionary as one."""
+    """Return the compressed bytes by data set, all of the dictionary as one."""
     found = {name: each.id.get_storage_size() for name, each in file.items() if isinstance(each, h5py.Dataset)}
     if DICTIONARY in file:
         found[DICTIONARY] = sum(each.id.get_storage_size() for each in file[DICTIONARY].values())
@@ -186,7 +186,7 @@ def copy_rows(
 
 
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
-    """The inverse of `write_dictionary`. KeyError: there is none."""
+    """Read the arrays that `write_dictionary` wrote. KeyError: there are none."""
     group = file[DICTIONARY]
     # Not over `items`: an error inside such a loop keeps h5py's lock, forever if another thread raises it again.
     return {name: group[name][()] for name in list(group)}
@@ -237,7 +237,7 @@ def write_index(
 
 
 class StoredRows:
-    """One data set by rows, read by h5py's low-level calls: a read by `dataset[...]` takes four times as long."""
+    """One data set, read by rows with h5py's low-level calls: a read by `dataset[...]` takes four times as long."""
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         self._handle, self._dtype = dataset.id, dataset.dtype
@@ -246,7 +246,7 @@ class StoredRows:
         self._one = h5py.h5s.create_simple((1, *self._shape))
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """The rows, ascending, one call for each run of neighbours."""
+        """Read the rows, ascending, with one call for each run of neighbours."""
         values = np.empty((len(rows), *self._shape), self._dtype)
         breaks = [start for start in range(1, len(rows)) if rows[start] != rows[start - 1] + 1]
         for start, stop in zip([0, *breaks], [*breaks, len(rows)], strict=True):
@@ -272,7 +272,7 @@ _MAX_LEVEL = 8  # of a B-tree
 
 @dataclass(frozen=True)
 class Link:
-    """A name in a group."""
+    """A link of a group: where the object with this name lies."""
 
     header: int
     """Address of the object header."""
@@ -281,25 +281,25 @@ class Link:
 
 
 class Hdf5File:
-    """The structures of an open file. ValueError, struct.error, IndexError: it has others."""
+    """The structures of an open HDF5 file. ValueError, struct.error, IndexError: they are not the format's."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._handle = file.fileno()
         self.size = os.fstat(self._handle).st_size
 
     def read(self, address: int, size: int) -> bytes:
-        """The `size` bytes from `address` on. ValueError: the file ends before."""
+        """Read the `size` bytes from `address` on. ValueError: the file ends before."""
         found = os.pread(self._handle, size, address) if address <= self.size - size else b""
         if len(found) != size:
             raise ValueError("a part of it is outside the file")
         return found
 
     def fields(self, address: int, spelling: str) -> tuple[Any, ...]:
-        """The values at `address` by a format of `struct`: little-endian, without gaps."""
+        """Read the values at `address` by a format of `struct`: little-endian, without gaps."""
         return struct.unpack(f"<{spelling}", self.read(address, struct.calcsize(f"<{spelling}")))
 
     def root(self) -> tuple[dict[str, Link], dict[str, Any]]:
-        """Those of the root group, as `group`."""
+        """Return the links and the attributes of the root group, as `group` does."""
         known, base, free, end, driver, _, header, kind, _, table = self.fields(0, "24s4QQQII16s")
         if known != _SUPERBLOCK or (base, free, driver, kind) != (0, _NOWHERE, _NOWHERE, 1):
             raise ValueError("it does not begin as an HDF5 file of the earliest layout")
@@ -308,7 +308,7 @@ class Hdf5File:
         return self.group(Link(header, table))
 
     def messages(self, header: int) -> list[tuple[int, bytes]]:
-        """Kind and content of each message in an object header."""
+        """Return the kind and the content of each message in an object header."""
         version, count, size = self.fields(header, "BxHxxxxI")
         blocks, found, left = [(header + 16, size)], [], _MAX_BYTES
         for start, size in blocks:
@@ -331,7 +331,7 @@ class Hdf5File:
         return [each for each in found if each[0] not in (_NIL, _CONTINUATION)]
 
     def group(self, link: Link) -> tuple[dict[str, Link], dict[str, Any]]:
-        """The links, at most 8, which are in one node, and the attributes of the group at a link, by name."""
+        """Return the links (at most 8, all in one node) and the attributes of the group at a link, by name."""
         messages = self.messages(link.header)
         rest = [content for kind, content in messages if kind != ATTRIBUTE]
         tree, heap = struct.unpack("<QQ", link.table)
@@ -377,7 +377,7 @@ class Hdf5File:
         raise ValueError("an attribute of it has no text")
 
     def chunks(self, tree: int, rank: int) -> Iterator[np.ndarray]:
-        """The chunks below a node of a B-tree, in parts: `size`, `skipped` (filters), `at` (rank + 1), `address`."""
+        """Yield the chunks below a node of a B-tree: `size`, `skipped` (filters), `at` (rank + 1), `address`."""
         entry = np.dtype([("size", "<u4"), ("skipped", "<u4"), ("at", "<u8", rank + 1), ("address", "<u8")])
         yield from self._chunks(tree, entry, _MAX_LEVEL)
 
@@ -407,7 +407,7 @@ _LEAST_CHUNK = 40  # least bytes of a chunk in a B-tree
 
 
 class _Expected:
-    """A data set as the format defines it: `number` sequences of `each`, or with None, all of `each`."""
+    """A data set as the format defines it: `number` sequences of `each`; with None, all of `each`."""
 
     def __init__(self, name: str, each: DatasetLayout, number: int | None = None) -> None:
         self.name, self.dtype, self.bits, self.block = name, each.dtype, each.bits, each.block
@@ -457,7 +457,7 @@ def _compare_names(what: str, found: Collection[str], expected: Collection[str])
 
 
 def _lists(file: Hdf5File, links: Mapping[str, Link], spec: CodecSpec) -> list[_Expected]:
-    """The data sets of a dictionary, with as many candidates and common entries as it declares."""
+    """Return the data sets of a dictionary, with as many candidates and common entries as it declares."""
     declared = {}
     for name, most in (("candidates", spec.vocab_size + 1), ("common", spec.vocab_size)):
         spaces = [content for kind, content in file.messages(links[name].header) if kind == SPACE]
@@ -469,7 +469,7 @@ def _lists(file: Hdf5File, links: Mapping[str, Link], spec: CodecSpec) -> list[_
 
 
 def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
-    """The address of the B-tree of a data set's chunks."""
+    """Compare a data set with the format; return the address of its chunks' B-tree. ValueError: it differs."""
     messages = [each for each in file.messages(link.header) if each[0] != ATTRIBUTE]
     found = dict(messages)
     needed = {SPACE, TYPE, FILL, LAYOUT, FILTERS}
@@ -495,7 +495,7 @@ def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
 
 
 def _same(found: bytes, expected: bytes) -> bool:
-    """True if both are equal but for the zeros that pad a message."""
+    """Return True if both are equal but for the zeros that pad a message."""
     return found[: len(expected)] == expected and not any(found[len(expected) :])
 
 
@@ -508,7 +508,7 @@ def _is_fill(content: bytes, expected: _Expected) -> bool:
 
 
 def _filters(content: bytes) -> list[tuple[int, ...]]:
-    """The number of each filter, and the options that decide what a chunk unpacks to."""
+    """Return the number of each filter, and the options that decide what a chunk unpacks to."""
     version, count = struct.unpack_from("<BB", content)
     found, at = [], 8
     for _ in range(count if version == 1 else 0):
@@ -521,7 +521,7 @@ def _filters(content: bytes) -> list[tuple[int, ...]]:
 
 
 def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:
-    """ValueError: a chunk is missing, is stored twice, skips a filter, or unpacks to another size."""
+    """Raise ValueError if a chunk is missing, is stored twice, skips a filter, or unpacks to another size."""
     number = math.prod(expected.counts)
     if number > file.size // _LEAST_CHUNK:
         raise ValueError(f"'{expected.name}' lacks chunks")
@@ -542,7 +542,7 @@ def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:
 
 
 def _unpacks_by_bytes(file: Hdf5File, address: int, size: int, expected: _Expected) -> bool:
-    """True if a chunk is a frame of zstd (RFC 8878, 3.1.1) that declares the size of the chunk."""
+    """Return True if a chunk is a frame of zstd (RFC 8878, 3.1.1) that declares the size of the chunk."""
     head = file.read(address, min(size, 14)).ljust(14, b"\0")
     alone = head[4] >> 5 & 1  # 1: no window field precedes the size
     width = (alone, 2, 4, 8)[head[4] >> 6]
@@ -551,7 +551,7 @@ def _unpacks_by_bytes(file: Hdf5File, address: int, size: int, expected: _Expect
 
 
 def _unpacks_by_bits(file: Hdf5File, address: int, size: int, expected: _Expected) -> bool:
-    """True if a chunk of bitshuffle declares the size of the chunk, and its blocks end where it ends."""
+    """Return True if a chunk of bitshuffle declares the size of the chunk, and its blocks end where it ends."""
     width, numbers = expected.dtype.itemsize, math.prod(expected.chunk)
     total, block, length = struct.unpack(">QII", file.read(address, 16))
     if (total, block) != (expected.chunk_bytes, expected.block * width):

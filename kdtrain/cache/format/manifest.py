@@ -37,7 +37,7 @@ Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings:
-    """What decides the content of a cache, apart from the text itself."""
+    """The settings that decide the content of a cache, apart from the text itself."""
 
     codec: CodecSpec
     """How a distribution is kept; its vocab_size is the teacher's (output head, padding included)."""
@@ -74,7 +74,7 @@ class CacheSettings:
         return self.codec.vocab_size
 
     def to_json(self) -> dict[str, Any]:
-        """A plain record, as in settings.json and in the manifest."""
+        """Return a plain record, as in settings.json and in the manifest."""
         record = {**asdict(self), "codec": self.codec.to_json(), "vocab_size": self.vocab_size}
         if self.sampling is None:
             del record["sampling"]
@@ -82,12 +82,12 @@ class CacheSettings:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "CacheSettings":
-        """The inverse of `to_json`; other keys are ignored. ValueError: a key that does not fit."""
+        """Make settings from such a record; other keys are ignored. ValueError: a key that does not fit."""
         return typed(record, cls)
 
     @staticmethod
     def stored(folder: Path) -> dict[str, Any]:
-        """The record in a cache's settings.json. UsageError: it cannot be read, or is damaged."""
+        """Read the record in a cache's settings.json. UsageError: it cannot be read, or is damaged."""
         path = folder / cache_format.SETTINGS
         try:
             return {key: value for key, value in read_sealed(path).items() if key != "digest"}
@@ -98,7 +98,7 @@ class CacheSettings:
             raise UsageError(f"{path} was altered or damaged ({error}); {hint}") from error
 
     def digest(self) -> str:
-        """SHA-256 over `to_json`; each shard carries it."""
+        """Return the SHA-256 over `to_json`; each shard carries it."""
         return json_digest(self.to_json())
 
 
@@ -172,7 +172,7 @@ class TemperatureRange(TypedDict):
 
 
 class WeightsCost(TypedDict):
-    """What it costs that the teacher's weights were held in fewer bits, on the first rows of the validation split."""
+    """The cost of a teacher's weights held in fewer bits, on the first rows of the validation split."""
 
     weights: Weights
     whole_loss: float
@@ -186,7 +186,7 @@ class WeightsCost(TypedDict):
 
 
 def weights_line(cost: WeightsCost) -> str:
-    """What packed weights of a teacher cost, in words."""
+    """Describe in words how many nats the packed weights of a teacher cost."""
     return (
         f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats a token: validation loss "
         f"{cost['loss']:.4f}, with whole weights {cost['whole_loss']:.4f} ({cost['sequences']:,} sequences)"
@@ -194,7 +194,7 @@ def weights_line(cost: WeightsCost) -> str:
 
 
 class _Generated(TypedDict):
-    """What the settings say of a text that the teacher wrote."""
+    """The settings of a text that the teacher wrote."""
 
     end_tokens: Annotated[list[Count], Meta(max_length=1000)]
 
@@ -246,7 +246,7 @@ class Manifest:
 
     @property
     def codec(self) -> CodecSpec:
-        """How a distribution is kept."""
+        """The codec in which each distribution is stored."""
         return self.settings.codec
 
     @property
@@ -255,7 +255,7 @@ class Manifest:
         return self.settings.vocab_size
 
     def is_known_as(self, digest: object) -> bool:
-        """Whether a run names this cache so: by its digest, or by that of its settings where it captured it itself."""
+        """Return True if `digest` names this cache: the manifest's, or the settings' if the run captured it."""
         return digest in (self.digest, self.settings.digest())
 
     @property
@@ -265,20 +265,20 @@ class Manifest:
 
     @property
     def knows_labels(self) -> bool:
-        """Whether it holds the teacher's log p of each label; of an import some are its share of the tail's mass."""
+        """Whether the cache holds the teacher's log p of 99.9 % of the labels; an import may hold tail shares."""
         origins = [self.origin, *(each.get("origin") for each in self.parents or ())]
         shares = [each.get("labels_kept") for each in origins if each]
         return all(isinstance(each, int | float) and each >= 0.999 for each in shares)
 
     def to_json(self) -> dict[str, Any]:
-        """The sealed record, as in manifest.json."""
+        """Return the sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
         own = {name: value for name, value in own.items() if value is not None or name not in _LEFT_OUT}
         return sealed({**self.settings.to_json(), **own})
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Manifest":
-        """The inverse of `to_json`. ValueError: a key that does not fit, or numbers that contradict each other."""
+        """Make a manifest from its record. ValueError: a key does not fit, or numbers contradict each other."""
         manifest = typed({**record, "settings": record}, cls)
         if not manifest.splits:
             raise ValueError("splits: there is none")
@@ -304,7 +304,7 @@ class Manifest:
 
 
 def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
-    """See `Manifest.end_tokens`. ValueError: they are no ids."""
+    """Return the ids of `Manifest.end_tokens`. ValueError: they are not ids."""
     generated = settings.data.get("generated")
     if generated is None:
         return ()
@@ -329,7 +329,7 @@ def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSetti
 
 
 def differences(there: Any, wanted: Any, name: str = "") -> Iterator[str]:
-    """One phrase for each leaf that differs between two JSON records."""
+    """Yield one phrase for each leaf that differs between two JSON records."""
     if isinstance(there, dict) and isinstance(wanted, dict):
         for key in sorted(there.keys() | wanted.keys()):
             yield from differences(there.get(key), wanted.get(key), f"{name}.{key}" if name else key)
@@ -338,12 +338,12 @@ def differences(there: Any, wanted: Any, name: str = "") -> Iterator[str]:
 
 
 def first_rows(stated: SplitRecord) -> list[int]:
-    """The number of the first row of each shard of a split, and in the end that of all rows."""
+    """Return the number of the first row of each shard of a split, and at the end the number of all rows."""
     return [0, *accumulate(shard["sequences"] for shard in stated["shards"])]
 
 
 def read_manifest(folder: Path | str) -> Manifest:
-    """The manifest of a finished cache. UsageError: it is missing, unfinished, altered or of an unknown version."""
+    """Read the manifest of a finished cache. UsageError: it is missing, altered or of an unknown version."""
     path = Path(folder, cache_format.MANIFEST)
     if (missing := cache_format.why_no_cache(folder)) is not None:
         raise UsageError(f"{folder}: {missing}")
@@ -372,7 +372,7 @@ class Problem(NamedTuple):
 
 
 def read_sidecar(folder: Path, name: str) -> Sidecar:
-    """The sealed record of a shard. OSError: it cannot be read. ValueError: it is damaged or of another shard."""
+    """Read the sealed record of a shard. OSError: it cannot be read. ValueError: it is damaged or of another shard."""
     record = typed(read_sealed(cache_format.sidecar_path(folder, name)), Sidecar)
     if record["name"] != name:
         raise ValueError(f"it belongs to shard {record['name']}")
@@ -380,7 +380,7 @@ def read_sidecar(folder: Path, name: str) -> Sidecar:
 
 
 def maker(manifest: Manifest) -> str:
-    """The command that builds what is missing of a cache, in words."""
+    """Return the command that builds the missing parts of a cache, in words."""
     if manifest.origin is not None:
         return "the same import command"
     if manifest.parents is not None:
@@ -390,7 +390,7 @@ def maker(manifest: Manifest) -> str:
 
 
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:
-    """UsageError: a shard (named) is missing, or its size differs from the manifest's.
+    """Raise UsageError if a shard (named) is missing, or its size differs from the manifest's.
 
     Nothing is read: it costs one `stat` a shard.
     """
@@ -403,7 +403,7 @@ def check_sizes(folder: Path | str, manifest: Manifest) -> None:
 
 
 def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool = True) -> Problem | None:
-    """What is wrong with the shard that `record` describes, or None.
+    """Return the problem of the shard that `record` describes, or None.
 
     digest: compare the SHA-256 too, which reads the whole file.
     """
@@ -421,7 +421,7 @@ def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool =
 
 
 def file_problem(path: Path, error: OSError | ValueError, aside: str) -> Problem:
-    """The problem of a file that raised `error`. One that is missing or unreadable now is not damaged: it stays."""
+    """Return the problem of a file that raised `error`. A missing or unreadable file is not damaged: it stays."""
     if isinstance(error, FileNotFoundError):
         return Problem(f"{path}: is missing", "")
     if isinstance(error, OSError):
@@ -430,7 +430,7 @@ def file_problem(path: Path, error: OSError | ValueError, aside: str) -> Problem
 
 
 def refuse_tokenizer(digest: str | None, cached: str | None) -> None:
-    """UsageError: the digest of the student's tokenizer is not the cache's (both named); None is not checked."""
+    """Raise UsageError, which names both, if the digests of two tokenizers differ; None is not checked."""
     if None not in (digest, cached) and digest != cached:
         raise UsageError(
             f"the student has another tokenizer ({str(digest)[:12]}) than the teacher's text ({str(cached)[:12]}): "

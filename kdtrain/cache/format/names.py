@@ -36,28 +36,28 @@ LOCK_NAME = re.compile(rf"{re.escape(LOCK)}[0-9]+")
 
 
 def is_shard_file(name: str) -> bool:
-    """True if a file of this name in `shards/` is a shard or a sidecar."""
+    """Return True if a file of this name in `shards/` is a shard or a sidecar."""
     stem, _, suffix = name.partition(".")
     return SHARD_NAME.fullmatch(stem) is not None and suffix in ("h5", "json")
 
 
 def shard_name(split: str, number: int) -> str:
-    """Name of a shard without its suffix, as in the manifest."""
+    """Return the name of a shard without its suffix, as in the manifest."""
     return f"{split}-{number:05d}"
 
 
 def shard_path(folder: Path, name: str) -> Path:
-    """The HDF5 file of the shard `name`."""
+    """Return the path of the HDF5 file of the shard `name`."""
     return folder / SHARDS / f"{name}.h5"
 
 
 def sidecar_path(folder: Path, name: str) -> Path:
-    """The JSON record of the shard `name`."""
+    """Return the path of the JSON record of the shard `name`."""
     return folder / SHARDS / f"{name}.json"
 
 
 def why_no_cache(folder: Path | str) -> str | None:
-    """Why a folder holds no finished cache, and what to do; None where it has a manifest."""
+    """Say why a folder holds no finished cache, and what to do; None if it has a manifest."""
     folder = Path(folder)
     if (folder / MANIFEST).exists():
         return None
@@ -77,7 +77,7 @@ def why_no_cache(folder: Path | str) -> str | None:
 
 
 def holds_nothing(folder: Path) -> bool:
-    """True if a folder has no files but those that a builder makes before it publishes settings.json."""
+    """Return True if a folder has no files except the ones that a builder makes before it publishes settings.json."""
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return all(
         path.parent == folder and (LOCK_NAME.fullmatch(path.name) or temporary_of(path.name) == SETTINGS)

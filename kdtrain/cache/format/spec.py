@@ -47,12 +47,12 @@ _GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")
 
 
 def grid_name(offset: Fraction) -> str:
-    """`sampling` of a grid that lies `offset` beside the first one; the inverse of `grid_offset`."""
+    """Return the `sampling` of a grid that lies `offset` beside the first one; the inverse of `grid_offset`."""
     return f"{SAMPLING}+{offset.numerator}/{offset.denominator}" if offset else SAMPLING
 
 
 def grid_offset(sampling: str | None) -> Fraction | None:
-    """By how much a grid of samples lies beside the first one; None: `sampling` names no grid."""
+    """Return by how much a grid of samples lies beside the first one; None if `sampling` does not name a grid."""
     found = _GRID.fullmatch(sampling or "")
     if found is None or (found[2] and not 0 < int(found[1]) < int(found[2])):
         return None
@@ -61,7 +61,7 @@ def grid_offset(sampling: str | None) -> Fraction | None:
 
 @dataclass(frozen=True)
 class DatasetLayout:
-    """One data set of the format: everything after its leading n."""
+    """The layout of one data set of the format, without its leading dimension n."""
 
     shape: tuple[int, ...]
     """Without n."""
@@ -89,7 +89,7 @@ class DatasetLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecKind:
-    """What the format needs to know of a codec, but for its arithmetic (`codec.ARITHMETIC`)."""
+    """The properties of a codec that the format needs; its arithmetic is in `codec.ARITHMETIC`."""
 
     contents: Callable[["CodecSpec"], str]
     """What is kept of each distribution, in words."""
@@ -145,7 +145,7 @@ CODECS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
-    """What is kept of a distribution. ValueError: impossible numbers; the message names the option."""
+    """How a distribution is kept. ValueError: impossible numbers; the message names the option."""
 
     kind: str
     """One of `CODECS`."""
@@ -163,7 +163,7 @@ class CodecSpec:
 
     @classmethod
     def requested(cls, given: Any, vocab_size: int) -> "CodecSpec":
-        """The codec that options name (`config.CodecConfig`). UsageError: it cannot be."""
+        """Return the codec that the options name (`config.CodecConfig`). UsageError: it is impossible."""
         try:
             if given.dense:
                 return cls(kind="dense", vocab_size=vocab_size)
@@ -202,12 +202,12 @@ class CodecSpec:
 
     @property
     def taught(self) -> bool:
-        """Whether anything of a teacher is kept."""
+        """True if any numbers of a teacher are kept."""
         return CODECS[self.kind].taught
 
     @property
     def coded(self) -> bool:
-        """Whether entries and a tail are kept, as codes (`CodecKind.coded`)."""
+        """True if entries and a tail are kept, as codes (`CodecKind.coded`)."""
         return CODECS[self.kind].coded
 
     @property
@@ -241,7 +241,7 @@ class CodecSpec:
         return int(np.iinfo(self.id_dtype).max)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain record of the fields; that of text which no student wrote does not mention it."""
+        """Return a plain record of the fields, without `written` where no student wrote the text."""
         record = {**asdict(self), "knots": list(self.knots)}
         if not self.written:
             del record["written"]
@@ -252,7 +252,7 @@ _POLICY = "log p of the label at T = 1 of the student that wrote it, nats; 0 whe
 
 
 def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
-    """Every data set of a shard by name."""
+    """Return every data set of a shard by name."""
     segment = next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)  # one is free
     flags = "1: the label of this position counts in the loss; 2: the teacher had no numbers"
     document, several = "number of the document within its sequence", max(1, _FLAGS // seq_len)
@@ -267,7 +267,7 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
 
 
 def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, DatasetLayout]:
-    """Every data set of the group `dictionary` by name, each one chunk, for `rows` of candidates and `common` entries.
+    """Return the data sets of the group `dictionary` by name, one chunk each; `rows` of candidates, `common` entries.
 
     Their shapes are complete: no n precedes them.
     """
@@ -282,7 +282,7 @@ def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, Datase
 
 
 def attributes(spec: CodecSpec, seq_len: int, split: str) -> dict[str, Any]:
-    """The attributes that a shard and a group of the index have in common."""
+    """Return the attributes that a shard and a group of the index have in common."""
     codec = {"codec": spec.kind, "top_k": spec.top_k, "num_samples": spec.num_samples, "vocab_size": spec.vocab_size}
     version = WRITTEN if spec.written else FORMAT_VERSION
     return {"format_version": version, "split": split, "seq_len": seq_len, **codec, "knots": spec.knots}

@@ -20,7 +20,7 @@ _LARGEST, _LEAST = 1e30, -2e4  # bounds of a prediction for the tail, and of a n
 
 
 def check_lists(coding: Coding) -> None:
-    """ValueError: a list has an impossible id, or the weights cannot predict."""
+    """Raise ValueError if a list has an impossible id, or the weights cannot predict."""
     lists, weights, size = coding.dictionary, coding.predictor.weights, coding.spec.vocab_size
     if lists.context_row.max() >= len(lists.candidates) or lists.common.max() >= size:
         raise ValueError("its dictionary has an entry that is out of range")
@@ -35,7 +35,7 @@ def check_lists(coding: Coding) -> None:
 
 
 def check_flags(loss_mask_nT: np.ndarray, segments_nT: np.ndarray) -> None:
-    """ValueError: a value that the format does not have."""
+    """Raise ValueError if a mask or a segment has a value that the format does not have."""
     if loss_mask_nT.max() > BROKEN:
         raise ValueError(f"its loss_mask has the value {loss_mask_nT.max()}")
     if segments_nT.max() >= segments_nT.shape[1]:
@@ -43,13 +43,13 @@ def check_flags(loss_mask_nT: np.ndarray, segments_nT: np.ndarray) -> None:
 
 
 def check_tokens(tokens_nT1: np.ndarray, spec: CodecSpec) -> None:
-    """ValueError: a token is not an entry of the vocabulary."""
+    """Raise ValueError if a token is not an entry of the vocabulary."""
     if (largest := tokens_nT1.max()) >= spec.vocab_size:
         raise ValueError(f"the token {largest} is outside of the vocabulary of {spec.vocab_size}")
 
 
 def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
-    """ValueError: sequences [n, ...], as they are stored, have impossible numbers."""
+    """Raise ValueError if sequences [n, ...], as they are stored, have impossible numbers."""
     check_tokens(arrays["tokens"], spec)
     if spec.written and not (arrays[POLICY].min() >= FLOOR and arrays[POLICY].max() <= _ROUNDED):
         raise ValueError("the student's log-probability of a label is not between -10,000 and 0")
@@ -74,7 +74,7 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
 
 
 def _check_counts(below_nDT: np.ndarray, number: int) -> None:
-    """ValueError: the counts, each stored as what the one before has more, are below 0 or not `number` a token."""
+    """Raise ValueError if counts, stored as differences to the one before, are below 0 or not `number` a token."""
     count_nT = below_nDT[:, 0].astype(np.int32)
     total_nT = count_nT.copy()
     for k in range(1, below_nDT.shape[1]):
@@ -88,14 +88,14 @@ def _check_counts(below_nDT: np.ndarray, number: int) -> None:
 
 
 def _are_logprobs(values: np.ndarray) -> bool:
-    """True if all fp16 `values` lie between `FLOOR` and 0, up to rounding. Compared as integers, which is fast."""
+    """Return True if all fp16 `values` lie between `FLOOR` and 0, up to rounding. Compares integers, which is fast."""
     # As integers, fp16 above 0 ascends, with NaN after infinity; below 0, with the sign bit set, it descends.
     most, least = np.array([1e-3, FLOOR], np.float16).view(np.int16), np.float16(FLOOR).view(np.uint16)
     return bool(values.view(np.int16).max() <= most[0] and values.view(np.uint16).max() <= least)
 
 
 def check_values(kept: Arrays, spec: CodecSpec) -> None:
-    """ValueError: unpacked sparse sequences, arrays [n, T, ...], are not distributions."""
+    """Raise ValueError if unpacked sparse sequences, arrays [n, T, ...], are not distributions."""
     ids, top_k, one = kept["ids"], spec.top_k, spec.knots.index(1.0)
     if top_k and ids[..., :top_k].max() >= spec.vocab_size:
         raise ValueError("one of the top-k entries is absent")
@@ -123,7 +123,7 @@ def check_values(kept: Arrays, spec: CodecSpec) -> None:
 
 
 def _mass(logprobs_nTK: np.ndarray) -> np.ndarray:
-    """[n, T] the sum of the probabilities of each token."""
+    """Return [n, T], the sum of the probabilities of each token."""
     # One column at a time: a temporary as large as all columns takes longer, here and in the next `unpack`.
     mass_nT = np.exp(logprobs_nTK[..., 0])
     for k in range(1, logprobs_nTK.shape[-1]):

@@ -65,7 +65,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         """The lowest and the highest T at which all members are right; None where no member states one."""
 
     def __len__(self) -> int:
-        """Sequences of an epoch."""
+        """Return the number of sequences of an epoch."""
         return len(self.order)
 
     def set_epoch(self, epoch: int) -> None:
@@ -73,12 +73,12 @@ class Mixture(Dataset[dict[str, Tensor]]):
         self.epoch = as_whole(epoch, "epoch")
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """The sequence at a place of the epoch, as its member gives it."""
+        """Return the sequence at a place of the epoch, as its member returns it."""
         index = operator.index(index)
         return self.__getitems__([index + len(self) if index < 0 else index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Several sequences, in one read of each member; PyTorch's loaders call this."""
+        """Return several sequences, in one read of each member; PyTorch's loaders call this."""
         if wrong := [each for each in indices if not 0 <= each < len(self)]:
             raise IndexError(f"{wrong[0]} is not a place among the {len(self)} of an epoch")
         start = self.epoch * len(self)
@@ -100,7 +100,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         return dict(item)
 
     def batches(self, batch_size: int, *, drop_last: bool = False) -> "Batches":
-        """For `DataLoader(batch_sampler=...)`: batches of one member each, in the proportion of the mixture."""
+        """Return batches of one member each, in the proportion of the mixture, for `DataLoader(batch_sampler=...)`."""
         return Batches(self, as_whole(batch_size, "batch_size", 1), drop_last)
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
 
 class Batches(Sampler[list[int]]):
-    """Places of an epoch of a mixture, gathered into batches of one member each; a batch comes when it is full."""
+    """Places of an epoch of a mixture, gathered into batches of one member each; a batch is yielded when it is full."""
 
     def __init__(self, mixture: Mixture, batch_size: int, drop_last: bool) -> None:
         self.mixture, self.batch_size, self.drop_last = mixture, batch_size, drop_last
@@ -125,13 +125,13 @@ class Batches(Sampler[list[int]]):
             yield from waiting.values()
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         spare = 0 if self.drop_last else self.batch_size - 1
         return sum((quota + spare) // self.batch_size for quota in self.mixture.order.quotas)
 
 
 def _stated(member: Any) -> tuple[str, Any, bool, tuple[float, float] | None] | None:
-    """Folder, settings, whether it has a teacher, and range of T of a split, of a view of one, or of a part of either.
+    """Return the folder, the settings, whether there is a teacher, and the range of T of a split, a view, or a part.
 
     None: nothing is known of it.
     """
@@ -148,7 +148,7 @@ def _stated(member: Any) -> tuple[str, Any, bool, tuple[float, float] | None] | 
 
 
 def refuse_unlike(names: Sequence[str], members: Sequence[Any], taught: Sequence[bool]) -> None:
-    """Refuse to mix data sets of different shapes or tokenizers, and those with a teacher if its vocabulary differs.
+    """Refuse to mix data sets of different shapes or tokenizers, or with teachers of different vocabularies.
 
     members: with the attributes seq_len, tokenizer_size, tokenizer_digest (None: unknown), document_mask, vocab_size.
 
@@ -169,7 +169,7 @@ def refuse_unlike(names: Sequence[str], members: Sequence[Any], taught: Sequence
 
 
 def common_range(names: Sequence[str], spans: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    """The temperatures at which all members are right; None where no span is known. UsageError: there are none."""
+    """Return the temperatures at which all members are right; None if no span is known. UsageError: there are none."""
     known = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
     if not known:
         return None

@@ -60,27 +60,27 @@ AHEAD = 8
 
 
 class ShardSource(Protocol):
-    """What puts the shards of a cache into its folder while it is read: it fetches or captures them."""
+    """Puts the shards of a cache into its folder while it is read, by fetching or capturing them."""
 
     address: Any
     """What messages call the cache."""
 
     def bring_tokenizer(self) -> None:
-        """Have the tokenizer's files in the folder. RunError: impossible."""
+        """Put the tokenizer's files into the folder. RunError: impossible."""
 
     def ensure(self, record: ShardRecord, altered: bool = False) -> Path:
-        """Have a shard in the folder, whole, and its record complete. RunError: impossible.
+        """Put a whole shard into the folder, and complete its record. RunError: impossible.
 
-        altered: the one that is there has another digest than the record.
+        altered: the file there has another digest than the record.
         """
         ...
 
     def ahead(self, records: Iterable[ShardRecord]) -> None:
-        """Begin to fetch these, which may be read next."""
+        """Begin to fetch shards that may be read next."""
 
 
 class AlteredError(OSError):
-    """A file is not the one that the manifest states."""
+    """A file differs from the one that the manifest states."""
 
 
 class CacheReader(Dataset[dict[str, Tensor]]):
@@ -128,16 +128,16 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return f"CacheReader('{self.name}', '{self.split}'): {sizes}"
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return self.manifest.splits[self.split]["sequences"]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sequence as named tensors, see `Batch.fields`; -1 is the last."""
+        """Return one sequence as named tensors, see `Batch.fields`; -1 is the last."""
         index = operator.index(index)
         return self.__getitems__([index + len(self) if index < 0 else index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Several sequences in one read; PyTorch's loaders call this."""
+        """Return several sequences from one read; PyTorch's loaders call this."""
         fields = self.read(indices).fields()
         settings, size = self.manifest.settings, len(indices)
         fields["vocabulary"] = torch.tensor([settings.vocab_size, settings.tokenizer_size]).expand(size, -1)
@@ -148,7 +148,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     @property
     def collator(self) -> Collator:
-        """What all sequences have in common, for a `Student` that gets the data set too."""
+        """The properties that all sequences share, for a `Student` that gets the data set too."""
         codec = self.manifest.codec
         return Collator((codec.knots, codec.num_samples) if codec.coded else None)
 
@@ -156,11 +156,11 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return {**self.__dict__, "_open": OrderedDict(), "_closed": OrderedDict(), "_process": None, "_locks": {}}
 
     def _lock(self) -> threading.RLock:
-        """This process's own: one that another thread held at a fork is never released in the child."""
+        """Return this process's own lock: one that another thread held at a fork is never released in the child."""
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def read(self, indices: Sequence[int]) -> Batch:
-        """The sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
+        """Read the sequences `indices` (0 .. len - 1, any order, repeats allowed), in that order.
 
         RunError: a shard is missing or damaged (named). IndexError: a number outside the split.
         """
@@ -184,7 +184,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return batch
 
     def text(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """tokens [n, T + 1], loss_mask and segments [n, T] of sequences, as they are stored; nothing else is read.
+        """Read tokens [n, T + 1], loss_mask and segments [n, T] of sequences, as they are stored, and nothing else.
 
         RunError, IndexError: as `read`.
         """
@@ -207,7 +207,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             yield from (PackedRow(*row) for row in zip(*found.values(), strict=True))
 
     def shard_file(self, number: int) -> Path:
-        """The file of a shard, which has been compared with the manifest and the format. RunError: it is damaged."""
+        """Return the file of a shard, after comparing it with the manifest and the format. RunError: it is damaged."""
         with self._lock(), self._reading(number):
             return self._paths[number]
 
@@ -233,7 +233,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             return stored_bytes(file)
 
     def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """The wanted rows by shard, ascending, and the place of each index among them. IndexError: there is no such."""
+        """Return the wanted rows by shard, ascending, and each index's place among them. IndexError: there is none."""
         wanted, place = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True)
         if not len(wanted) or wanted[0] < 0 or wanted[-1] >= len(self):
             raise IndexError(f"sequences {indices} are not among the {len(self)} of {self.split}")
@@ -244,7 +244,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
     @contextmanager
     def _reading(self, number: int) -> Iterator[Shard]:
-        """A shard, brought here, compared and open. RunError: it is missing or damaged."""
+        """Yield a shard, fetched, compared and open. RunError: it is missing or damaged."""
         if self.remote is not None:
             self.remote.ensure(self._shards[number])
         with shard_errors(self._paths[number], self._called):
@@ -252,15 +252,15 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             yield self._shard(number)
 
     def _here(self, shards: Iterable[int]) -> None:
-        """Begin to bring those that are not here, and the next ones."""
+        """Begin to fetch the shards that are missing here, and the next ones."""
         if self.remote is not None:
             wanted = dict.fromkeys([*shards, *(shard + more for shard in shards for more in range(1, AHEAD + 1))])
             shards = [each for each in wanted if each < len(self._paths) and not self._paths[each].exists()]
             self.remote.ahead(self._shards[each] for each in shards)
 
     def _give_way(self) -> bool:
-        """Close that shard for another reader; False if none is open or a thread reads. Two readers may wait for each
-        other, so the wait is short."""
+        """Close the oldest open shard for another reader; return False if none is open or a thread is reading. Two
+        readers may wait for each other, so the wait is short."""
         lock = self._lock()
         if self._process != os.getpid() or not lock.acquire(timeout=0.05):
             return False
@@ -310,7 +310,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         return self._open[number]
 
     def _verify(self, number: int) -> None:
-        """OSError: the file is not the one of the manifest. ValueError: it is not a shard."""
+        """Raise OSError if the file is not the one of the manifest, ValueError if it is not a shard."""
         path = self._paths[number]
         found = path.stat()
         seen = (found.st_size, found.st_mtime_ns, found.st_ino)
@@ -335,7 +335,7 @@ class CacheReader(Dataset[dict[str, Tensor]]):
 
 
 def _of_process() -> list[CacheReader]:
-    """The readers that have read in this process: one that was forked with its parent's has its own count."""
+    """Return the readers that have read in this process: a reader copied by a fork counts in its parent alone."""
     there = [each() for each in _readers.valuerefs()]
     return [reader for reader in there if reader is not None and reader._process == os.getpid()]
 
@@ -357,7 +357,7 @@ class LocalCache:
         self._splits: dict[str, CacheReader] = {}
 
     def __getitem__(self, split: str) -> CacheReader:
-        """The split `train` or `validation`. UsageError: see `CacheReader`."""
+        """Return the split `train` or `validation`. UsageError: see `CacheReader`."""
         if split not in self._splits:
             self._splits[split] = self.split_type(self.folder, split, self.manifest, self.remote)
         return self._splits[split]
@@ -397,7 +397,7 @@ def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def open_cache(where: Path | str) -> LocalCache:
-    """The finished cache in a folder, or at an address. UsageError, RunError: as `Cache`, as `open_remote`."""
+    """Open the finished cache in a folder, or at an address. UsageError, RunError: as `LocalCache`, `open_remote`."""
     from kdtrain.net.address import parse_address
 
     folder = as_path(where, "where")

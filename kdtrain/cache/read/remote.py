@@ -48,7 +48,7 @@ _THREADS = 2
 
 
 class Remote:
-    """A cache elsewhere, and the folder in which what has been fetched of it lies: a `ShardSource`.
+    """A cache elsewhere, and the folder that holds the files fetched from it: a `ShardSource`.
 
     address: of the hub, pinned to a commit, or of a web server. manifest: the one that was read first.
     """
@@ -63,7 +63,7 @@ class Remote:
         return {**self.__dict__, "_wanted": [], "_fetching": set(), "_threads": []}
 
     def ensure(self, record: ShardRecord, altered: bool = False) -> Path:
-        """Have a shard here, whole. altered: the one that is here has another digest than the record.
+        """Fetch a whole shard, unless it is here. altered: the file here has another digest than the record.
 
         RunError: it cannot be fetched (named, with the address).
         """
@@ -79,7 +79,7 @@ class Remote:
     def bring(
         self, name: str, expected: str | Callable[[Path], bool], most: int = LARGE, *, exact: bool = False
     ) -> Path:
-        """Have a file here: a small one of the tokenizer, the index, a record, or a shard.
+        """Fetch a file, unless it is here: one of the tokenizer, the index, a record, or a shard; return its path.
 
         expected: its SHA-256, or whether a file is what the manifest states. most: bytes that it may have. exact: it
         has exactly these.
@@ -132,17 +132,17 @@ class Remote:
             lock.release()
 
     def bring_tokenizer(self) -> None:
-        """Have the files of the tokenizer here."""
+        """Fetch the files of the tokenizer."""
         for name, digest in self.manifest.tokenizer_files.items():
             self.bring(f"{cache_format.TOKENIZER}/{name}", digest)
 
     def missing(self, split: str) -> list[str]:
-        """The shards of a split that are not here, by name."""
+        """Return the names of the shards of a split that are not here."""
         shards = self.manifest.splits[split]["shards"]
         return [each["name"] for each in shards if not cache_format.shard_path(self.folder, each["name"]).exists()]
 
     def ahead(self, records: Iterable[ShardRecord]) -> None:
-        """Have shards fetched in the background, in this order, and no longer what was wanted before."""
+        """Fetch shards in the background, in this order, in place of the ones wanted before."""
         self._wanted = [each for each in records if each["name"] not in self._fetching] if self.connected else []
         self._threads = [each for each in self._threads if each.is_alive()]
         for _ in range(min(len(self._wanted), _THREADS - len(self._threads))):
@@ -165,7 +165,7 @@ class Remote:
 
 
 def stated_by(where: Path | str) -> tuple[str, Manifest]:
-    """What a cache is called and states, before torch is needed. UsageError, RunError: as `open_cache`."""
+    """Return a cache's name and its manifest, without torch. UsageError, RunError: as `open_cache`."""
     if (address := parse_address(where)) is not None:
         return str(address), open_remote(address).manifest
     manifest = read_manifest(where)
@@ -198,7 +198,7 @@ def open_remote(address: Address) -> Remote:
 
 
 def _kept_remote(address: Address) -> Remote | None:
-    """A cache as it was when it was last read, from what is here; None: nothing is."""
+    """Return a cache as it was last read, from the files here; None if there are none."""
     if address.repository is not None:
         from kdtrain.net.hub import kept_file
 
@@ -212,7 +212,7 @@ def _kept_remote(address: Address) -> Remote | None:
 
 
 def _fetched_remote(address: Address, *, brief: bool) -> Remote:
-    """A cache as it is now, of the hub at the commit of its revision. brief: there is something to fall back on."""
+    """Return a cache as it is now, on the hub at the commit of its revision. brief: a copy here can take its place."""
     from kdtrain.net import hub, request
 
     retry, name = request.BRIEF if brief else request.CONTACT, cache_format.MANIFEST
@@ -243,20 +243,20 @@ def _fetched_remote(address: Address, *, brief: bool) -> Remote:
 
 
 def _pinned(address: Address, path: Path, connected: bool) -> Remote:
-    """A data set of the hub at the commit of its manifest's path."""
+    """Return a data set of the hub at the commit of its manifest's path."""
     pinned = address.at(path.parent.name)
     return Remote(pinned, path.parent, _manifest(path.parent, pinned), connected=connected)
 
 
 class _Name(TypedDict):
-    """What an address meant when it was last read."""
+    """The cache that an address led to when it was last read."""
 
     address: Annotated[str, Meta(max_length=4000)]
     cache: Digest
 
 
 def cache_folder(digest: str) -> Path:
-    """Where the cache of this manifest is kept."""
+    """Return the folder in which the cache with this manifest's digest is kept."""
     return home() / "caches" / digest
 
 
@@ -265,7 +265,7 @@ def _name_path(address: Address) -> Path:
 
 
 def _kept(digest: str) -> tuple[Path, Manifest]:
-    """The folder of a cache that was fetched before, and its manifest. UsageError, OSError: there is none."""
+    """Return the folder of a cache that was fetched before, and its manifest. UsageError, OSError: there is none."""
     manifest = read_manifest(folder := cache_folder(digest))
     if manifest.digest != digest:
         raise UsageError(f"{folder} holds another cache than its name states; move it away")
@@ -273,7 +273,7 @@ def _kept(digest: str) -> tuple[Path, Manifest]:
 
 
 def kept_manifest(where: Path | str, digest: str) -> Manifest:
-    """The manifest of a cache that a run has read, without the network. UsageError, OSError: it is not here."""
+    """Return the manifest of a cache that a run has read, without the network. UsageError, OSError: it is not here."""
     if (address := parse_address(where)) is None:
         return read_manifest(where)
     if address.repository is None:

@@ -37,7 +37,7 @@ class Stored:
         return len(self.arrays["tokens"])
 
     def sequence(self, row: int) -> tuple[Coding, np.ndarray, np.ndarray, np.ndarray]:
-        """One sparse sequence, as `unpack` takes it."""
+        """Return one sparse sequence, as `unpack` takes it."""
         assert self.coding is not None
         return self.coding, self.arrays["tokens"][row], self.arrays["ids"][row], self.arrays["numbers"][row]
 
@@ -77,7 +77,7 @@ class Shard:
             raise
 
     def read(self, rows: np.ndarray, *, checked: bool) -> Stored:
-        """The given sequences, every array [len(rows), ...]; `rows` ascending.
+        """Read the given sequences, every array [len(rows), ...]; `rows` ascending.
 
         checked: their numbers have been checked before.
 
@@ -90,7 +90,7 @@ class Shard:
         return Stored(arrays, self._coding, checked)
 
     def text(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """tokens, loss_mask and segments of the given sequences, `rows` ascending. OSError: a checksum fails.
+        """Read tokens, loss_mask and segments of the given sequences, `rows` ascending. OSError: a checksum fails.
 
         ValueError: a token is outside of the vocabulary.
         """
@@ -117,7 +117,7 @@ class Runs:
         self.nbytes = self._lengths.nbytes + self._values.nbytes + self._first.nbytes
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """The rows [len(rows), T]."""
+        """Return the rows as [len(rows), T]."""
         found = np.empty((len(rows), self._length), self._values.dtype)
         for row, out in zip(rows, found, strict=True):
             runs = slice(self._first[row], self._first[row + 1])
@@ -126,7 +126,7 @@ class Runs:
 
 
 def batch_of(parts: Sequence[Stored], spec: CodecSpec, places: np.ndarray | None = None) -> Batch:
-    """One batch of the sequences of all `parts`: those at `places`, or all of them, in order.
+    """Return one batch of the sequences of all `parts`: the ones at `places`, or all of them, in order.
 
     ValueError: they unpack to impossible numbers. IndexError: a code that a dictionary does not have.
     """
@@ -185,5 +185,5 @@ def shard_errors(path: Path, source: str | None = None) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type: h5py raises a dozen kinds for a damaged file."""
+    """Return the first line of an error's message, or its type: h5py raises a dozen kinds for a damaged file."""
     return next(iter(str(error).splitlines()), type(error).__name__)

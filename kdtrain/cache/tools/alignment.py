@@ -44,7 +44,7 @@ _CELLS = 2**22  # entries that are compared at once
 
 @dataclass(frozen=True, kw_only=True)
 class DetectedShift:
-    """What the rows say; lists are by `SHIFTS`."""
+    """The shift that the rows of a cache show; lists are by `SHIFTS`."""
 
     shift: int | None
     """The shift that explains the text best; None if the rows cannot tell."""
@@ -60,7 +60,7 @@ class DetectedShift:
     """The chance to win as many rows from another shift that explains the text as well: the larger of the two."""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain record."""
+        """Return a plain record."""
         lists = {"label_mass": self.label_mass, "label_rank": self.label_rank, "p_value": self.p_values}
         named: dict[str, dict[str, float | None]] = {name: {} for name in lists}
         for name, values in lists.items():
@@ -81,7 +81,7 @@ class DetectedShift:
 
 
 def detect(batches: Iterable[Batch]) -> DetectedShift:
-    """Compare the shifts over the rows of all batches, whatever their codec; rows without targets are passed over."""
+    """Compare the shifts over the rows of all batches, whatever their codec; rows without targets are skipped."""
     found = [_read(batch) for batch in batches if batch.targets is not None and batch.tokens.shape[1] >= 4]
     none = torch.zeros(0, dtype=torch.int64)
     parts = zip(*found, strict=True) if found else [[none]] * 3 + [[torch.zeros(0, len(SHIFTS))]] * 2
@@ -116,9 +116,8 @@ def detect(batches: Iterable[Batch]) -> DetectedShift:
 
 
 def _read(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """L labels tokens[u], u = 2 .. T-1, that may be judged; which of them equal a neighbour; how many each row has;
-    their masses and ranks [L, S].
-    """
+    """Return the L labels tokens[u], u = 2 .. T-1, that may be judged; which of them equal a neighbour; how many each
+    row has; their masses and ranks [L, S]."""
     assert batch.targets is not None
     tokens_BT, mask_BT, segments_BT = batch.tokens[:, :-1], batch.loss_mask, batch.segments
     counted_BU = mask_BT[:, :-2] & mask_BT[:, 1:-1] & mask_BT[:, 2:]
@@ -140,7 +139,7 @@ def _read(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _looked_up(targets: Targets, wanted_NS: Tensor) -> tuple[Tensor, Tensor]:
-    """The mass [N,S] that each row gives the wanted ids, and their rank."""
+    """Return the mass [N, S] that each row gives the wanted ids, and their rank."""
     parts = []
     width = targets[:1].listed()[0].shape[1]
     rows = max(1, _CELLS // width)
@@ -156,6 +155,6 @@ def _looked_up(targets: Targets, wanted_NS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sign_test(won: int, lost: int) -> float:
-    """The chance of at least `won` heads among `won + lost` throws of a coin."""
+    """Return the chance of at least `won` heads among `won + lost` throws of a coin."""
     number = won + lost
     return sum(math.comb(number, heads) for heads in range(won, number + 1)) / 2**number

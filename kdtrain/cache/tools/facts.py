@@ -32,18 +32,18 @@ MADE = (
 
 
 def contents(of: Manifest | CacheSettings) -> str:
-    """What a cache keeps of each distribution."""
+    """Describe what a cache keeps of each distribution."""
     return CODECS[of.codec.kind].contents(of.codec)
 
 
 def heading(settings: CacheSettings) -> str:
-    """What a cache keeps, and of whom."""
+    """Describe what a cache keeps, and of which teacher."""
     of = f" of {(settings.teacher or {}).get('spec') or 'a teacher'} a token"
     return contents(settings) + (of if settings.codec.taught else "")
 
 
 def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value: value) -> dict[str, str]:
-    """What is known of a cache, by label; `public` makes names of places fit to be published."""
+    """Return the facts about a cache, by label; `public` makes names of places fit to be published."""
     settings, codec, data = manifest.settings, manifest.codec, manifest.settings.data
     record, dtype = settings.teacher or {}, (settings.teacher or {}).get("dtype")
     teacher = f"{public(record.get('spec') or 'unknown')}{'' if dtype in (None, 'unknown') else f', {dtype}'}"
@@ -81,7 +81,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
 
 
 def split_text(manifest: Manifest, split: str) -> str:
-    """How large a split is."""
+    """Describe how large a split is."""
     stated, length = manifest.splits[split], manifest.settings.seq_len
     parts = [f"{counted(stated['sequences'], 'sequence')} of {length:,}", f"{stated['sequences'] * length:,} tokens"]
     mib = sum(each["bytes"] for each in stated["shards"]) / 2**20
@@ -89,7 +89,7 @@ def split_text(manifest: Manifest, split: str) -> str:
 
 
 def tail_rule(manifest: Manifest) -> str | None:
-    """The default tail rule of `distill` for a cache, and its alternative; None without a tail."""
+    """Return the default tail rule of `distill` for a cache, and its alternative; None without a tail."""
     codec = manifest.codec
     if not codec.coded:
         return None
@@ -109,7 +109,7 @@ def _temperatures(manifest: Manifest) -> str:
 
 
 def _written(manifest: Manifest) -> Iterator[str]:
-    """How a teacher continued the text of a cache, and why its texts ended."""
+    """Yield how a teacher continued the text of a cache, and why its texts ended."""
     how = manifest.settings.data.get("generated")
     if not isinstance(how, Mapping):
         return
@@ -131,7 +131,7 @@ def _written(manifest: Manifest) -> Iterator[str]:
 
 
 def _origin(origin: Mapping[str, Any]) -> dict[str, str]:
-    """Of an imported cache: where it is from, how much of the teacher it has, and what is not known."""
+    """Describe where an imported cache is from, how much of the teacher it has, and which settings are unknown."""
     if not origin:
         return {}
     names = ("shift", "kept_mass", "kl_at_most", "label_loss")  # a stranger's file may lack some
@@ -148,7 +148,7 @@ def _origin(origin: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parent_lines(manifest: Manifest, most: int) -> Iterator[str]:
-    """What a cache took of each that it was merged or cut from."""
+    """Yield a line for each cache that this one was merged or cut from, with the part it took."""
     parents = manifest.parents or []
     yield from map(_parent, parents[:most])
     if (more := len(parents) - most) > 0:
@@ -174,7 +174,7 @@ def _parent(parent: Parent) -> str:
 
 
 def fidelity(manifest: Manifest) -> list[str | Table]:
-    """How near the gradient of a student that learns from the cache is to that from the whole teacher; or nothing."""
+    """Describe how near a student's gradient from the cache is to the one from the whole teacher; or return nothing."""
     with suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):  # it is not what kdtrain writes
         return _fidelity(manifest.fidelity or {})
     return []
@@ -207,7 +207,7 @@ def _fidelity(about: Mapping[str, Any]) -> list[str | Table]:
 
 
 def _in_words(angle: float, ratio: float, tokens: int) -> tuple[str, str]:
-    """The mean gradient's angle of `_CHECKED` tokens, and how far it is off.
+    """Return the mean gradient's angle over `_CHECKED` tokens, and a word for its deviation.
 
     Noise falls with the root of the tokens and bias stays: the angle is between all noise and all bias.
     """
@@ -218,7 +218,7 @@ def _in_words(angle: float, ratio: float, tokens: int) -> tuple[str, str]:
 
 
 def _word(angle: float, ratio: float) -> str:
-    """How far a gradient is off; what students of such caches learned is in docs/fidelity.md."""
+    """Return a word for a gradient's deviation; docs/fidelity.md has the results of students of such caches."""
     if angle < 3 and abs(ratio - 1) < 0.03:
         return "the same"
     if angle < 10 and abs(ratio - 1) < 0.1:

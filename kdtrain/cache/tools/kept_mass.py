@@ -26,7 +26,7 @@ _LEAST, _ERRORS, _ROWS = 0.005, 5.0, 5
 
 @dataclass(frozen=True)
 class Outside:
-    """Of the labels, a share of 0 to 1."""
+    """Two shares of the labels, 0 to 1: outside of the top-k, and as many as the kept mass leaves for it."""
 
     found: float
     """That lies outside of the top-k."""
@@ -37,7 +37,7 @@ class Outside:
 
     @property
     def wrong(self) -> bool:
-        """Whether the mass cannot be the teacher's."""
+        """Whether the kept mass cannot be the teacher's."""
         return self.significant and more_than_promised(self.found, self.promised)
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ class Outside:
 
 
 def more_than_promised(found: float, promised: float) -> bool:
-    """Whether a share of labels outside is beyond what a teacher's own mass leaves room for."""
+    """Return True if more labels lie outside than a teacher's own mass leaves room for."""
     return found >= _LEAST and found > MOST * promised
 
 
 def outside(batches: Sequence[Batch]) -> Outside | None:
-    """Compare both over the rows of all batches; None without a top-k."""
+    """Compare the share of labels outside of the top-k with the kept mass, over all batches; None without a top-k."""
     found, promised = list[torch.Tensor](), list[torch.Tensor]()
     for batch in batches:
         targets, mask_BT = batch.targets, batch.loss_mask
@@ -76,7 +76,7 @@ def outside(batches: Sequence[Batch]) -> Outside | None:
 
 
 def kept_mass(batch: Batch) -> dict[str, Any]:
-    """What a top-k holds of the distributions, over the positions that count.
+    """Measure the mass of the distributions that a top-k holds, over the positions that count.
 
     kept_mass: the mean of the mass m inside; mass_loss: the mean of -log m in nats, which is KL(p' || p) of p' = the
     entries scaled to 1, and what no student can learn of the rest; positions: how many.

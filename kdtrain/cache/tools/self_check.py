@@ -42,7 +42,7 @@ OTHER_ROWS = "targets of other rows"
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What some rows of a cache show without its teacher."""
+    """The findings in some rows of a cache, without its teacher."""
 
     rows: int
     findings: tuple[str, ...]
@@ -61,7 +61,7 @@ class Look:
     """Of how often labels were drawn; None where that cannot be compared."""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain record."""
+        """Return a plain record."""
         return {**vars(self), "alignment": self.alignment.to_json()}
 
 
@@ -108,7 +108,7 @@ def examine(
     imported: int | None = None,
     drawn_at: float = 1.0,
 ) -> Look | None:
-    """`look` at decoded rows.
+    """Examine decoded rows as `look` does; None if none has targets.
 
     systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
     drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often.
@@ -166,7 +166,7 @@ def examine(
 
 
 def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:
-    """Sums over the positions that count: loss, entropy, the label's mass, its expectation; then samples' deviation."""
+    """Return sums over the positions that count: loss, entropy, label's mass, its expectation, samples' deviation."""
     assert batch.targets is not None
     mask_N, labels_N = batch.loss_mask.flatten(), batch.tokens[:, 1:].flatten()[batch.loss_mask.flatten()]
     targets = batch.targets.map(lambda _, each: each[mask_N])
@@ -191,7 +191,7 @@ def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:
 def _drawn_labels(
     targets: SparseTargets, label_NK: Tensor, tail_N: Tensor, logprob_N: Tensor, systematic: bool
 ) -> tuple[float, float]:
-    """How much more often labels were drawn than by their share of the tail: the sum of shares, and its variance."""
+    """Return how much more often labels were drawn than by their share of the tail: sum of shares, variance."""
     number, some_N = targets.num_samples, targets.counts.sum(-1) > 0
     in_tail_N = some_N & ~label_NK[:, : targets.top_k].any(-1)
     drawn_N = ((targets.counts * label_NK).sum(-1) / number)[in_tail_N].double()
@@ -204,7 +204,7 @@ def _drawn_labels(
 
 
 def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
-    """Pairs of rows, in the order of reading, of which the first has the targets of the second; and how many rows."""
+    """Return pairs of rows, in reading order, the first with the targets of the second; and the number of rows."""
     labels_RT = torch.cat([batch.tokens[:, 1:] for batch in batches])
     found, row = [], 0
     for batch in batches:
@@ -218,7 +218,7 @@ def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
 
 
 def other_row(targets: Targets, own: int, labels_RT: Tensor, counted_T: Tensor) -> int | None:
-    """The row, of R whose labels these are, that the targets of row `own` fit much better; None if none does.
+    """Return the row, of R with these labels, that the targets of row `own` fit much better; None if none does.
 
     counted_T: bool, its labels of the loss. At the others a capture may keep a filler, which fits the filler of others.
     """

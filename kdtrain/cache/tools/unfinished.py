@@ -13,7 +13,7 @@ from kdtrain.tables import duration, short, size
 
 
 def progress(folder: Path) -> dict[str, Any] | None:
-    """What is done of an unfinished cache; None for a finished one. Its rate is that of the shards since the lock.
+    """Measure the finished part of a cache; None if it is complete. Its rate counts the shards since the lock.
 
     UsageError, ValueError: its settings are damaged.
     """

@@ -40,7 +40,7 @@ _ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
 
 
 def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Read all of a shard, and compare its structure with what `hdf5.create_shard` makes of the same arguments.
+    """Read all of a shard, and compare its structure with the one that `hdf5.create_shard` makes.
 
     ValueError: the structure differs, or a number is impossible. OSError: the file cannot be read.
     """
@@ -132,7 +132,7 @@ def _problems(folder: Path, remote: Remote | None = None) -> Iterator[Problem]:
 
 
 def _content_problems(folder: Path, manifest: Manifest, split: str, row: int, stated: ShardRecord) -> Iterator[Problem]:
-    """Of a shard from `row` on whose digest is right, which a stranger may have made."""
+    """Yield the problems of a shard from `row` on whose digest is right, but which a stranger may have made."""
     settings = manifest.settings
     path, first = cache_format.shard_path(folder, stated["name"]), stated.get("first_sequence", row)
     try:
@@ -149,7 +149,7 @@ def _content_problems(folder: Path, manifest: Manifest, split: str, row: int, st
 
 
 def _remote_problems(remote: Remote) -> Iterator[Problem]:
-    """Of a cache elsewhere: each file is fetched as a reader would, a shard at a time."""
+    """Yield the problems of a cache elsewhere: each file is fetched as a reader would, a shard at a time."""
     folder, manifest = remote.folder, remote.manifest
 
     def brought(action: Callable[..., Any], *arguments: Any) -> Iterator[Problem]:
@@ -184,7 +184,7 @@ def _remote_problems(remote: Remote) -> Iterator[Problem]:
 
 
 def verify_cache(where: Path | str, remote: Remote | None = None) -> list[str]:
-    """Compare every file of a cache with its digest, and every shard with the format: one line for each problem.
+    """Compare every file of a cache with its digest, and every shard with the format; return a line for each problem.
 
     where: a folder, or an address (`Cache`). remote: of a cache elsewhere, if it is open already.
 
@@ -196,7 +196,7 @@ def verify_cache(where: Path | str, remote: Remote | None = None) -> list[str]:
 
 
 def repair(folder: Path | str) -> list[str]:
-    """Move aside what `verify_cache` finds damaged, so that the command that made the cache builds it again.
+    """Move aside the files that `verify_cache` finds damaged, so that the cache's command builds them again.
 
     Returns the new paths of what it moved. It deletes nothing, and leaves a sound cache and unreadable files as they
     are. UsageError: nothing in the folder proves that kdtrain wrote it, or it contains a link. RunError: the folder
@@ -221,7 +221,7 @@ def repair(folder: Path | str) -> list[str]:
 
 
 def _sealed_settings(folder: Path) -> CacheSettings:
-    """The settings of a cache, from the manifest or settings.json, whichever is intact. UsageError: neither is."""
+    """Read the settings of a cache from the manifest or settings.json, whichever is intact. UsageError: neither is."""
     for name in (cache_format.MANIFEST, cache_format.SETTINGS):
         try:
             return CacheSettings.from_json(read_sealed(folder / name, MEDIUM))

@@ -44,7 +44,7 @@ class ShardRows:
 
     @classmethod
     def of(cls, split: str, shard: int, first: int, rows: Sequence[PackedRow]) -> "ShardRows":
-        """The rows of the shard with this number."""
+        """Make the rows of the shard with this number."""
         return cls(
             name=cache_format.shard_name(split, shard),
             split=split,
@@ -63,7 +63,7 @@ class ShardRows:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over tokens, loss_mask and segments: it tells a shard of other rows."""
+        """SHA-256 over tokens, loss_mask and segments, which differs for a shard of other rows."""
         sha = hashlib.sha256()
         for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
             sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
@@ -71,7 +71,7 @@ class ShardRows:
 
 
 class ShardAnswers:
-    """Fills a shard, a batch after the other; as it is, with what the rows bring (`PackedRow.kept`)."""
+    """Fills a shard, one batch after the other; this class fills it with the rows' own arrays (`PackedRow.kept`)."""
 
     logits: Logits | None = None
     """For a measurement of the fidelity; None where whole distributions are not known."""
@@ -83,11 +83,11 @@ class ShardAnswers:
     """Makes the manifest's `capture` of the held sample."""
 
     def session(self, shard: ShardRows) -> AbstractContextManager[None]:
-        """Entered around `rows` of all rows of a shard, in order; after an error at its end the shard is not kept."""
+        """Return a context around `rows` of all rows of a shard, in order; an error at its end drops the shard."""
         return nullcontext()
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """A batch, with what the teacher wrote into it if it does, and what encodes its answers."""
+        """Return a batch, with any text that the teacher wrote into it, and the function that encodes its answers."""
         return rows, lambda: rows.kept
 
 
@@ -102,7 +102,7 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
 
     def ready(self, tensor: Tensor | None) -> torch.cuda.Event | None:
-        """Mark where the current stream has computed a tensor; None if it is not on a GPU."""
+        """Mark where the current stream has computed a tensor; return None if it is not on a GPU."""
         if tensor is None or not tensor.is_cuda:
             return None
         with torch.cuda.device(tensor.device):
@@ -129,7 +129,7 @@ class SideStream:
 
 
 class LogitAnswers(ShardAnswers):
-    """A forward of a teacher for each batch; its logits are encoded while the next one runs.
+    """Fills a shard by a teacher's forward for each batch; the logits are encoded while the next forward runs.
 
     sharded: True when a forward needs all ranks.
     """
@@ -141,14 +141,14 @@ class LogitAnswers(ShardAnswers):
         self._side = SideStream()
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """As `ShardAnswers.rows`."""
+        """Return a batch as `ShardAnswers.rows` does, with the teacher's logits to encode."""
         tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
         segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self._settings.document_mask else None
         with torch.no_grad():
             return self.encoded(rows, self.logits(tokens_BT, segments_BT))
 
     def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
-        """What `rows` returns of a batch with these logits."""
+        """Return a batch with these logits to encode, as `rows` does."""
         settings, held, ready = self._settings, [logits_BTV], self._side.ready(logits_BTV)
         assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
 

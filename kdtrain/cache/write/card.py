@@ -29,7 +29,7 @@ def write_card(folder: Path, manifest: Manifest) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Whether kdtrain wrote this card, and nobody has changed it."""
+    """Return True if kdtrain wrote this card, and nobody has changed it."""
     try:
         return not path.is_symlink() and is_card(read_text(path, LARGE))
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def is_own(path: Path) -> bool:
 
 
 def is_card(text: str) -> bool:
-    """Whether a text is a card as kdtrain writes it."""
+    """Return True if a text is a card as kdtrain writes it."""
     found = re.fullmatch(r"(?s)(.*)<!-- kdtrain card ([0-9a-f]{64}) -->\n", text)
     return found is not None and _check_sum(found[1]) == found[2]
 
@@ -49,7 +49,7 @@ def _check_sum(text: str) -> str:
 def make_card(
     manifest: Manifest, where: str = "THIS-FOLDER", head: Iterable[str] = (), more: Iterable[str] = ()
 ) -> str:
-    """The text of a card.
+    """Make the text of a card.
 
     where: the address at which it is published. head: lines that the hub reads. more: lines behind the facts.
     """

@@ -52,7 +52,7 @@ Gradient = tuple[Tensor, Tensor]
 def sparse_gradients(
     targets: SparseTargets, z_NV: Tensor, labels_N: Tensor, beta: float
 ) -> tuple[dict[str, Gradient], Tensor]:
-    """Gradients of forward KL by the tail rule's name, for each rule that these targets allow; their ids [N, K].
+    """Compute the gradients of forward KL by tail rule, for each rule that these targets allow; and their ids [N, K].
 
     z_NV: the student's logits.
     """
@@ -79,12 +79,12 @@ def sparse_gradients(
 
 
 def outside(values_NV: Tensor, targets: SparseTargets) -> Tensor:
-    """Sum outside the top-k, [N], without the cancellation of 1 - sum."""
+    """Sum the probabilities outside of the top-k, [N], without the cancellation of 1 - sum."""
     return values_NV.scatter(1, targets.ids[:, : targets.top_k], 0).sum(-1)
 
 
 class Angles:
-    """Running inner products of the full gradient with those of several rules."""
+    """Running inner products of the full gradient with the gradients of several rules."""
 
     def __init__(self) -> None:
         self.full = 0.0
@@ -94,7 +94,7 @@ class Angles:
         self.mean: dict[str, Tensor] = {}
 
     def add_full(self, full_NV: Tensor) -> None:
-        """Add the full gradient of some tokens; call it before adding those of the rules."""
+        """Add the full gradient of some tokens; call it before adding the rules' gradients."""
         self.full += full_NV.square().sum(dtype=torch.float64).item()
         self.mean_full = self.mean_full + full_NV.sum(0, dtype=torch.float64)
 
@@ -123,7 +123,7 @@ class Angles:
         self.mean[name] = self.mean[name] + mean_V if name in self.mean else mean_V
 
     def result(self) -> dict[str, dict[str, float]]:
-        """Angle in degrees and norm ratio by rule, of the tokens and of their mean."""
+        """Return the angle in degrees and the norm ratio by rule, of the tokens and of their mean."""
         found = {}
         full_V = torch.as_tensor(self.mean_full)
         for name, mean_V in self.mean.items():
@@ -134,7 +134,7 @@ class Angles:
 
 
 def compare(inner: float, full: float, cached: float) -> tuple[float, float]:
-    """Angle in degrees and |cached| / |full| from inner products; 90 degrees where one of them is 0."""
+    """Compute the angle in degrees and |cached| / |full| from inner products; 90 degrees where one of them is 0."""
     if full <= 0 or cached <= 0:
         return 90.0, 0.0
     cosine = max(-1.0, min(1.0, inner / math.sqrt(full * cached)))
@@ -156,23 +156,23 @@ RULE = (
 
 
 def sample_size(sequences: int, seq_len: int, vocab_size: int) -> tuple[int, int]:
-    """(sequences, positions of each) of the held sample, of a shard with `sequences` sequences."""
+    """Return (sequences, positions of each) of the held sample, of a shard with `sequences` sequences."""
     tokens = max(1, min(MAX_TOKENS, MAX_LOGITS // vocab_size))
     taken = max(1, min(sequences, MAX_SEQUENCES, tokens))
     return taken, min(seq_len, max(1, tokens // taken))
 
 
 def sample_positions(seq_len: int, positions: int) -> Tensor:
-    """The positions, evenly spread, of a sequence of the held sample."""
+    """Return the positions, evenly spread, of a sequence of the held sample."""
     return torch.linspace(0, seq_len - 1, positions).round().long()
 
 
 def measure(
     batch: Batch, teacher: Teacher, *, document_mask: bool, positions: int, counted: bool = False
 ) -> tuple[dict, dict]:
-    """(fidelity, temperature_range) of the stored sequences in `batch`, at `positions` positions of each.
+    """Measure (fidelity, temperature_range) of the stored sequences in `batch`, at `positions` positions of each.
 
-    counted: only at those that count in the loss, where others have no distribution.
+    counted: only at positions that count in the loss, where others have no distribution.
     teacher: tokens [1,T] int64, segments [1,T] or None -> logits [1,T,V], or [1,positions,V] of `sample_positions`.
     """
     energies, kept = [], []
@@ -209,7 +209,7 @@ def measure(
 
 
 def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
-    """The interval of `RULE` from errors by ascending T, which include T = 1: min, max, worst_error, rule."""
+    """Return the interval of `RULE` from errors by ascending T, which include T = 1: min, max, worst_error, rule."""
     one = next(i for i, row in enumerate(errors) if row["T"] == 1)
     low = high = one
     while low > 0 and errors[low - 1]["worst"] < TOLERANCE:
@@ -221,7 +221,7 @@ def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta: float) -> dict[str, Any]:
-    """Divergences and gradients at one beta, over blocks of rows."""
+    """Compute divergences and gradients at one beta, over blocks of rows."""
     noise = torch.Generator().manual_seed(0)
     number, rows = len(energy_NV), max(1, 2**20 // energy_NV.shape[1])
     student = bucket = spread = 0.0
@@ -253,7 +253,7 @@ def _kl(p_NV: Tensor, log_p_NV: Tensor, log_other_NV: Tensor) -> float:
 
 
 def _sparse_kl(targets: SparseTargets, p_NV: Tensor, log_p_NV: Tensor, beta: float) -> tuple[float, float]:
-    """Sums over rows of KL(full || cache): over the top-k entries and one bucket, and with that spread evenly."""
+    """Return sums over rows of KL(full || cache): over top-k and one bucket, and with the bucket spread evenly."""
     log_tail_N1 = (targets.log_tail(beta) - targets.log_partition(beta))[:, None]
     cached_NE = torch.cat([targets.top_logprobs(beta), log_tail_N1], -1)
     top_NH = p_NV.gather(1, targets.ids[:, : targets.top_k])

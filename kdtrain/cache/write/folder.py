@@ -80,7 +80,7 @@ def open_folder(
 
 
 def _first_lock(folder: Path) -> Lock:
-    """The lock of rank 0. UsageError: a rank of another command holds one."""
+    """Take the lock of rank 0. UsageError: a rank of another command holds one."""
     own = lock(folder, 0)
     try:
         for path in folder.glob(f"{cache_format.LOCK}*"):
@@ -93,7 +93,7 @@ def _first_lock(folder: Path) -> Lock:
 
 
 def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
-    """The manifest if `folder` is this cache and finished; None if there is something to build.
+    """Return the manifest if `folder` is this cache and finished; None if there is something to build.
 
     UsageError: the folder is a file, holds other files, a cache of other settings (named), a finished cache with a
     shard that is missing or of another size (named), or a folder in the place of a file.
@@ -122,7 +122,7 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
 
 
 def lock(folder: Path, rank: int) -> Lock:
-    """The lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
+    """Take the lock of one rank of a builder on a folder that exists. UsageError: another process builds there."""
     message = f"another process is building {folder} now; wait for it, or choose another --out"
     return Lock(folder / f"{cache_format.LOCK}{rank}", message)
 
@@ -155,5 +155,5 @@ def copy_tokenizer(tokenizer: Any, target: Path) -> None:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file below `folder`, by its path there."""
+    """Return the SHA-256 of each file below `folder`, by its path there."""
     return {name: file_digest(path) for name, path in files_below(folder).items()}

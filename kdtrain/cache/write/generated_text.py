@@ -22,7 +22,7 @@ _ROWS = 64  # read at once
 
 
 def finish_reasons(tokens_nT1: np.ndarray, loss_mask_nT: np.ndarray, ends: Sequence[int]) -> list[str | None]:
-    """`stop` or `length` for each row; None where nothing counts, as in a row with a non-finite logit.
+    """Return `stop` or `length` for each row; None if nothing counts, as in a row with a non-finite logit.
 
     tokens_nT1: [n, T + 1]. loss_mask_nT: bool [n, T]. ends: the manifest's `end_tokens`.
     """
@@ -42,7 +42,7 @@ def finish_reasons(tokens_nT1: np.ndarray, loss_mask_nT: np.ndarray, ends: Seque
 def read_written(
     folder: Path, settings: CacheSettings, sidecars: Mapping[str, Sequence[Sidecar]]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """SHA-256 of all tokens by split, and the manifest's `generated`: by split how many rows ended why, and labels."""
+    """Return the SHA-256 of all tokens by split, and `generated` of the manifest: labels, and rows by their end."""
     digests, found, ends = {}, {}, end_tokens(settings)
     for split, records in sidecars.items():
         sha, counts = hashlib.sha256(), {"stop": 0, "length": 0, "tokens": 0}

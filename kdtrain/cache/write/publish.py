@@ -28,7 +28,7 @@ from kdtrain.objective.targets import Targets
 def read_sidecars(
     folder: Path, settings: CacheSettings, splits: Mapping[str, Sequence[str]]
 ) -> dict[str, list[Sidecar]]:
-    """The records of all shards. splits: the digest of the rows of each shard.
+    """Read the records of all shards. splits: the digest of the rows of each shard.
 
     RunError: one is missing, damaged, or of other data.
     """
@@ -115,7 +115,7 @@ ENTRIES = 64
 
 
 def make_vector(folder: Path, spec: CodecSpec, split: str, shard: str, sequences: int) -> dict[str, Any] | None:
-    """The test vector of a cache whose first shard has the name `shard`; None if that holds no targets.
+    """Make the test vector of a cache whose first shard has the name `shard`; None if that holds no targets.
 
     A few positions of one sequence, decoded, by which a reader can prove itself that was written from cache/README.md:
     it is right if it gets these numbers. They are what kdtrain decodes, rounded to six decimals, a pure function of the
@@ -169,7 +169,7 @@ def _rounded(values: Tensor) -> list[float]:
 
 
 def agrees(stated: Any, found: Any) -> bool:
-    """Whether two test vectors are equal, decimals to 1e-4."""
+    """Return True if two test vectors are equal, decimals to 1e-4."""
     if isinstance(stated, dict) and isinstance(found, dict):
         return stated.keys() == found.keys() and all(agrees(stated[key], found[key]) for key in found)
     if isinstance(stated, list) and isinstance(found, list):

@@ -125,7 +125,7 @@ class CacheWriter:
         loss_mask: Numbers | None = None,
         segments: Numbers | None = None,
     ) -> None:
-        """Add the next sequence of a split; threads may, one is added after the other.
+        """Add the next sequence of a split. Threads may call it; the sequences are added one after the other.
 
         Args:
             tokens: [T + 1]. T is the same for all sequences.
@@ -285,7 +285,7 @@ class CacheWriter:
         return builder
 
     def _requested(self, logits: Numbers | Callable[[], Numbers], length: int) -> Tensor:
-        """The logits [T, V] in fp32 that a sequence brings."""
+        """Return the logits [T, V] of a sequence in fp32."""
         with torch.no_grad():
             answer = logits() if callable(logits) else logits
             given = answer.detach() if isinstance(answer, Tensor) else torch.from_numpy(_array(answer, "logits"))
@@ -312,7 +312,7 @@ class CacheWriter:
 
 
 def _row(tokens: Numbers, loss_mask: Numbers | None, segments: Numbers | None) -> PackedRow:
-    """A sequence as it is packed. UsageError: a shape or value that does not fit."""
+    """Pack a sequence into a row. UsageError: a shape or value that does not fit."""
     tokens_T = _array(tokens, "tokens")
     if tokens_T.ndim != 1 or len(tokens_T) < 2 or tokens_T.dtype.kind not in "iu" or tokens_T.min() < 0:
         raise UsageError(f"tokens of shape {[*tokens_T.shape]}: give one sequence of T + 1 token ids")

@@ -42,7 +42,7 @@ class ShardWriter:
         """Sequences with a non-finite logit, as SPLIT and number."""
 
     def add(self, rows: ShardRows, kept: Arrays) -> None:
-        """Take the next sequences of the shard, and what is kept of them."""
+        """Take the next sequences of the shard, and their encoded arrays."""
         arrays = {name: getattr(rows, name) for name in ROWS}
         broken = kept.get("broken", np.zeros(len(rows), bool)) | (rows.loss_mask == cache_format.BROKEN).all(1)
         self.broken += [f"{rows.split} {rows.first + b}" for b in np.flatnonzero(broken)]
@@ -54,7 +54,7 @@ class ShardWriter:
         faults.point("cache.shard.after-batch")
 
     def finish(self) -> dict[str, int]:
-        """Write what is held back; compressed bytes by data set, all of the dictionary as one."""
+        """Write the sequences held back; return the compressed bytes by data set, all of the dictionary as one."""
         if self._held:
             self._write_held()
         self._file.flush()
@@ -80,7 +80,7 @@ class ShardWriter:
 
 
 def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
-    """The record of a shard that need not be built. RunError: the file in its place cannot be read."""
+    """Return the record of a shard that need not be built, or None. RunError: the file in its place cannot be read."""
     record, path = intact_record(folder, part.name), cache_format.shard_path(folder, part.name)
     with contextlib.suppress(ValueError):
         if record is not None and is_of(record, part.digest, settings):
@@ -90,7 +90,7 @@ def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> S
 
 
 def is_of(record: Sidecar, digest: str, settings: CacheSettings) -> bool:
-    """True for a shard of these rows and settings."""
+    """Return True for a shard of these rows and settings."""
     return record["rows_sha256"] == digest and record["settings_sha256"] == settings.digest()
 
 
@@ -121,7 +121,7 @@ def publish_shard(folder: Path, settings: CacheSettings, part: ShardRows, write:
 
 
 def intact_record(folder: Path, name: str) -> Sidecar | None:
-    """The record of a shard that is as it was written; None if there is none, or it is damaged."""
+    """Return the record of a shard that is as it was written; None: missing or damaged. RunError: unreadable."""
     try:
         record = read_sidecar(folder, name)
     except (FileNotFoundError, ValueError):

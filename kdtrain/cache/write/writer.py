@@ -67,9 +67,9 @@ Progress = Callable[[int, int | None], None]
 
 
 class _Rounds:
-    """The ranks that build a cache meet before each forward of the teacher.
+    """The rounds in which the ranks that build a cache meet, one before each forward of the teacher.
 
-    Each reports whether it has more to do, how many sequences are done, and how many are broken. So they stop at the
+    Each rank reports if it has more to do, how many sequences are done, and how many are broken. So they stop at the
     same batch, show one progress, and notice within a batch that a rank is gone. A teacher that is sharded over the
     ranks needs all of them for each forward: a rank that has nothing left runs an empty one.
 
@@ -86,11 +86,11 @@ class _Rounds:
         """Those with a non-finite logit, as SPLIT and number."""
 
     def gather(self, own: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         return all_gather_object(own) if self.world > 1 else [own]
 
     def meet(self, more: bool) -> bool:
-        """Meet the other ranks; True if any has more to do.
+        """Meet the other ranks; return True if any has more to do.
 
         Raises:
             RunError: more than one in a thousand sequences are broken.
@@ -112,7 +112,7 @@ class _Rounds:
                 run_empty()
 
     def stop_if_broken(self, broken: int, done: int, total: int) -> None:
-        """RunError: more than one in a thousand sequences of `total` are broken."""
+        """Raise RunError if more than one in a thousand sequences of `total` are broken."""
         if broken * 1000 > total:
             raise RunError(
                 f"the teacher gave non-finite logits for {broken} of {done} sequences"
@@ -123,7 +123,7 @@ class _Rounds:
 
 @dataclass
 class _Split:
-    """A split that is built."""
+    """A split that is being built."""
 
     rows: list[PackedRow] = field(default_factory=list)
     """Of the shard in work."""
@@ -136,7 +136,7 @@ class _Split:
 
 
 class CacheBuilder:
-    """Builds or resumes the cache in `folder`; `write_cache` drives it, or `add`, a row after the other.
+    """Builds or resumes the cache in `folder`; `write_cache` drives it, or `add`, one row after the other.
 
     Args:
         settings: what to build. A folder that holds a cache of others, or in which another command builds, is refused
@@ -186,7 +186,7 @@ class CacheBuilder:
             self._lock.release()
 
     def build(self, split: str, rows: Iterable[PackedRow]) -> None:
-        """Build what is missing of a split. RunError: full disk, broken teacher."""
+        """Build the missing shards of a split. RunError: full disk, broken teacher."""
         limits = self.settings.sequences
         self.open_split(split)
         total = None if None in limits.values() else sum(filter(None, limits.values()))
@@ -208,7 +208,7 @@ class CacheBuilder:
             self._end_shard(split)
 
     def end_split(self, split: str) -> None:
-        """Publish what is left of a split."""
+        """Publish the remaining rows of a split."""
         if self.splits[split].rows:
             self._end_shard(split)
         if self._row:
@@ -261,7 +261,7 @@ class CacheBuilder:
         self._finish_rounds()
 
     def _agree(self, split: str) -> None:
-        """UsageError: the data are not the same on all ranks."""
+        """Raise UsageError if the data are not the same on all ranks."""
         found = self.rounds.gather(json_digest([part.digest for part, _ in self._row]))
         others = [rank for rank, each in enumerate(found) if each != found[0]]
         if others:
@@ -272,7 +272,7 @@ class CacheBuilder:
             )
 
     def _write(self, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
-        """Have all sequences of a shard encoded and written, one batch in the thread while the teacher has the next."""
+        """Encode and write all sequences of a shard, one batch in the thread while the teacher computes the next."""
         spec, length = self.settings.codec, self.settings.seq_len
         with hdf5.creating(path) as (file, check):
             hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
@@ -326,7 +326,7 @@ class CacheBuilder:
         self.rounds.finish(run_empty if self.answers.sharded else None)
 
     def finish(self) -> Manifest | None:
-        """Measure the fidelity, and write index and manifest, on rank 0. The others help a sharded teacher; None.
+        """Measure the fidelity, and write index and manifest, on rank 0; the others help a sharded teacher.
 
         RunError: a shard of another rank is missing.
         """
@@ -360,7 +360,7 @@ class CacheBuilder:
     def _measure(
         self, sidecars: Mapping[str, Sequence[Sidecar]]
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The fidelity of the cache, and the range of T over which it is right."""
+        """Measure the fidelity of the cache, and the range of T over which it is right."""
         split = "validation" if "validation" in self.splits else next(iter(self.splits))
         shard, logits = sidecars[split][0], self.answers.logits
         spec, length = self.settings.codec, self.settings.seq_len
@@ -396,7 +396,7 @@ def write_cache(
     stated: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Manifest | None:
-    """Build all `splits` and finish; a finished cache of these settings stays untouched. None on all ranks but 0.
+    """Build all `splits` and finish; a finished cache of these settings stays untouched. Other ranks than 0 get None.
 
     A rank that has built its share returns while rank 0 finishes. stated: more keys of the manifest.
     """
@@ -414,7 +414,7 @@ def write_cache(
 
 
 def not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
-    """The rows of a split. UsageError: there are none, or no token of them counts."""
+    """Return the rows of a split. UsageError: there are none, or none of their tokens counts."""
     remaining, seen = iter(rows), list[PackedRow]()
     written = "generated" not in settings.data  # else the teacher writes what counts
     for row in islice(remaining, settings.sequences.get(split)):
