@@ -60,14 +60,14 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """The entries of m positions: ids int64 [m, K] and natural logarithms of probabilities, floating point [m, K].
+        """Return the entries of m positions: ids int64 [m, K] and their log p, floating point [m, K].
 
-        They are in any order, and NaN throughout a position without any. UsageError: names `where` and what does not
-        fit.
+        log p are natural logarithms of probabilities. The entries are in any order, and NaN throughout a position
+        without any. UsageError: names `where` and what does not fit.
         """
 
     def refuse_given(self, *names: str) -> None:
-        """UsageError: an option is given that has no effect with this layout."""
+        """Raise UsageError if an option is given that has no effect with this layout."""
         for name in names:
             if getattr(self.options, name) != getattr(ImportConfig, name):
                 given = f"--{name.replace('_', '-')} has no effect with --layout {self.options.layout}"
@@ -78,7 +78,7 @@ Kind = TypeVar("Kind", bound=Callable[[ImportConfig], Layout])
 
 
 def register_layout(name: str, *, help: str = "") -> Callable[[Kind], Kind]:
-    """Decorator: make a subclass of `Layout` the one of `--layout NAME`.
+    """Register a subclass of `Layout` as that of `--layout NAME` (a decorator).
 
     help: a line about it; by default the first line of the docstring.
     """
