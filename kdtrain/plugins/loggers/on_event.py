@@ -60,7 +60,7 @@ class EventCommand(Observer):
             self._failures.append(f"{WAITING} events wait for it already; later ones are dropped")
 
     def failure(self) -> str | None:
-        """The first failure, once; else None.
+        """Return the first failure, once; afterwards, and without a failure, None.
 
         It does not name the command, which may hold a secret and is never written into a run.
         """
