@@ -38,7 +38,7 @@ class Upload(NamedTuple):
 
 
 def plan_cache(config: PushConfig, folder: Path, address: Address, there: bytes | None, beside: Path) -> Upload:
-    """What is published of a cache. there: the manifest in the repository. beside: a folder for card and preview.
+    """Plan the upload of a cache. there: the manifest in the repository. beside: a folder for card and preview.
 
     UsageError: it is damaged or unfinished, or the repository holds another cache.
     """
@@ -76,7 +76,7 @@ def plan_cache(config: PushConfig, folder: Path, address: Address, there: bytes 
 
 
 def _head(manifest: Manifest, outputs: str, preview: bool) -> Iterator[str]:
-    """What the hub reads of a card. outputs: the licence of the data set."""
+    """Yield the lines of a card that the hub reads. outputs: the licence of the data set."""
     teacher = str((manifest.settings.teacher or {}).get("spec"))
     yield "tags: [teacher-logits, knowledge-distillation, kdtrain]"
     if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", teacher, re.ASCII):
