@@ -147,11 +147,14 @@ class Client:
                 )
 
     def get(self, host: Host, url: str, kind: type[T], tries: int = WRONG) -> T:
-        """A small record. Refused: by the server. RunError: it does not answer, or `tries` times not with a `kind`."""
+        """Get a small record.
+
+        Refused: by the server. RunError: it does not answer, or `tries` times not with a `kind`.
+        """
         return self._ask(lambda host: _typed(self._exchange(host, url, None, SMALL), kind), host, tries)[0]
 
     def complete(self, body: dict[str, Any], read: Callable[[Choice], T], host: Host | None = None) -> tuple[T, Host]:
-        """What `read` makes of the answer of a server to a prompt, and the server.
+        """Request the answer of a server to a prompt; return what `read` makes of it, and the server.
 
         read: raises `Wrong` for an answer that cannot be right. host: which server; None: one that is free.
 
@@ -240,7 +243,10 @@ class Client:
             waiting.clear()
 
     def _take(self, wanted: Host | None) -> Host:
-        """The server of the next request, when its rest is over."""
+        """Choose the server of the next request, and wait until its rest is over.
+
+        RunError: the answer is no longer wanted.
+        """
         with self._lock:
             now = time.monotonic()
             best = wanted or min(self.hosts, key=lambda each: (max(now, each.rests_until), each.busy))
@@ -273,7 +279,7 @@ class Client:
                 host.doubted = False
 
     def _exchange(self, host: Host, url: str, content: dict[str, Any] | None, most: int) -> bytes:
-        """The body of an answer with code 200. Passing, Refused: there is none."""
+        """Send a request and return the body of an answer with code 200. Passing, Refused: there is none."""
         session, self._thread.session = getattr(self._thread, "session", None) or Session(), None
         session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
         # Proxies of the environment reach no host inside, and through http they would read the key.
@@ -315,7 +321,7 @@ class Client:
 
 
 def _key() -> str | None:
-    """The API key. UsageError: it is none, which its text must not show."""
+    """Return the API key, or None. UsageError: it cannot be a key; the message does not show its text."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise UsageError(f"{KEY} holds spaces or characters that no key has; set it to the key alone")
@@ -323,7 +329,7 @@ def _key() -> str | None:
 
 
 def quoted(text: str, most: int = _WORDS) -> str:
-    """A server's words as they are kept and shown: printable, at most so many characters, and without the API key.
+    """Clean a server's text for files and messages: printable, at most `most` characters, and without the API key.
 
     The key is found however its characters are escaped: by JSON, also twice, in an address, or in HTML.
     """
@@ -343,7 +349,7 @@ def _typed(content: bytes, kind: type[T]) -> T:
 
 
 def _words_of(content: bytes) -> str:
-    """A server's own words for an error, as they came."""
+    """Extract the message from a server's error, or return its text as it came."""
     with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         found = msgspec.json.decode(content, type=_Error).error
         return found if isinstance(found, str) else found.message

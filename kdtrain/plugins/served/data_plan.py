@@ -45,11 +45,11 @@ class ServedData(DataPlan):
         self.facts = self.sources["train"].facts
 
     def prepare(self, resumed: bool) -> Any:
-        """As `DataPlan.prepare`."""
+        """Return the sources, as `DataPlan.prepare`."""
         return self.sources, self.sources["validation"]
 
     def cost(self, validation: int) -> Mapping[str, Any]:
-        """What the run requests meanwhile, at the rate of the trial's first sequences."""
+        """Estimate what the run requests, at the rate of the trial's first sequences."""
         rate, sequences = self.live.rate, self.live.planned + validation
         hours = round(sequences / rate / 3600, 4) if rate else None
         speed = round(rate * self.live.manifest.settings.seq_len, 1)

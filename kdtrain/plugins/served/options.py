@@ -15,7 +15,7 @@ KEY = "KDTRAIN_SERVER_KEY"
 
 
 def api_url(url: str) -> str:
-    """The address of a server's API, which ends in /v1: equal for two spellings of one."""
+    """Normalise the address of a server's API, which ends in /v1: equal for two spellings of one."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc.lower()}{path if path.endswith('/v1') else f'{path}/v1'}"
@@ -133,7 +133,7 @@ class RunServerConfig(ServerConfig):
         )
 
     def capture(self, config: DistillConfig, **options: Any) -> CacheTeacherConfig:
-        """The capture of the server's answers for a run."""
+        """Configure the capture of the server's answers for a run."""
         assert config.teacher is not None
         samples = self.server_num_samples
         codec = CodecConfig(top_k=0 if samples else self.server_top_k, num_samples=samples or None)

@@ -113,7 +113,7 @@ class ServedTeacher(Preflight):
         return self._identity
 
     def load(self, sharded: bool = False) -> None:
-        """Nothing is loaded here. UsageError: no server was named."""
+        """Load nothing: the model runs on the server. UsageError: no server was named."""
         if self.server is None:
             raise UsageError(f"{self.name}: give --teacher-server URL, the address of the server that runs it")
 
@@ -165,7 +165,7 @@ class ServedTeacher(Preflight):
         self.writing = replace(how, batch_size=None)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """What the servers answer for each shard."""
+        """Return the answers of the servers for each shard."""
         return _ServedAnswers(self, settings)
 
 
@@ -210,7 +210,7 @@ class _ServedAnswers(ShardAnswers):
             self._ask_again(self._given[host.url])
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """Rows, with the text that the servers wrote if they write, and what a cache keeps, once they have answered.
+        """Wait for the servers' answers; return the rows, with the text that they wrote if they write, and the arrays.
 
         RunError: no server answers, or not with what can be right.
         """
@@ -239,14 +239,14 @@ class _ServedAnswers(ShardAnswers):
         return rows, lambda: kept
 
     def _spans(self, shard: ShardRows, i: int) -> list[Span]:
-        """What is requested for row i of a shard; a prompt is what `packing.prompt_rows` makes."""
+        """List the requests for row i of a shard; a prompt is what `packing.prompt_rows` makes."""
         split, row, tokens, mask = shard.split, shard.first + i, shard.tokens[i], shard.loss_mask[i].astype(bool)
         if self.writes:
             return [Span(split, row, 0, tokens[: int(mask.argmax()) + 1].tolist(), int(mask.sum()))]
         return spans_of(split, row, tokens, mask, shard.segments[i] if self._settings.document_mask else None)
 
     def _ask(self, span: Span) -> tuple[Span, Arrays]:
-        """The answer about a span, or about the text that the server writes behind it."""
+        """Request the answer about a span, or about the text that the server writes behind it."""
         try:
             found, arrays = span, None
             if self._how is not None and span.room:
@@ -272,7 +272,7 @@ class _ServedAnswers(ShardAnswers):
                 )
 
     def _refuse_wrong_rows(self, shard: ShardRows) -> None:
-        """RunError: the entries are not about the next token, fit other rows, or are not a teacher's own.
+        """Raise RunError if the entries are not about the next token, fit other rows, or are not a teacher's own.
 
         That takes some ten rows: the last ones are looked at, with those of small shards before.
         """
