@@ -34,7 +34,7 @@ class Quiet(SimpleHTTPRequestHandler):
     """Files of a folder, without a log."""
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def main() -> int:
