@@ -88,14 +88,14 @@ def pack(out: Path, present: set[str]) -> int:
 
 
 def roots() -> set[str]:
-    """What kdtrain and its extras require."""
+    """Return the packages that kdtrain and its extras require."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = project["dependencies"] + [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
 def required(wheel: Path) -> set[str]:
-    """What a wheel requires on the machine."""
+    """Return the packages that a wheel requires on the machine."""
     with zipfile.ZipFile(wheel) as content:
         (metadata,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
         lines = message_from_bytes(content.read(metadata)).get_all("Requires-Dist", [])
