@@ -26,7 +26,7 @@ class Bench:
         self.runner.close()
 
     def run(self, case: Case, cold: bool = False, shown: bool = False) -> tuple[Done, list[str]]:
-        """Attack, run, judge: how the command ended, and what is wrong with that."""
+        """Attack, run and judge; return how the command ended, and what is wrong with that."""
         self._number += 1
         root = self.folder / f"case-{self._number}"
         remove(root)
@@ -45,7 +45,7 @@ class Bench:
         return done, wrong
 
     def same_cold(self, case: Case) -> bool:
-        """Whether the command ends the same in an interpreter of its own: exit code and line."""
+        """Return True if the command ends the same in an interpreter of its own: exit code and line."""
         ends = []
         for cold in (False, True):
             done, _ = self.run(case, cold)
@@ -59,5 +59,5 @@ def _environment(root: Path) -> dict[str, str | None]:
 
 
 def named(case: Case) -> str:
-    """Family and name: what a case is called in reports."""
+    """Name a case in reports, by family and name."""
     return f"{case.family}: {case.name}"

@@ -49,7 +49,7 @@ _GENERATION: dict[str, Any] = {
 
 
 def cases() -> Cases:
-    """In model folders, tokenizers, checkpoints, caches, specs and data."""
+    """List cases of foreign code in model folders, tokenizers, checkpoints, caches, specs and data."""
     found = Cases("code", ends="either")
     for name, command in (("model", "model"), ("teacher", "build")):
         for kind in (*_KINDS, "none"):
