@@ -123,7 +123,7 @@ def execute(program: str, argv: list[str]) -> None:
 
 
 def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: object) -> object:
-    """A back end of `torch.compile` that generates no code, whatever its options are."""
+    """Run a graph of `torch.compile` without generating code, whatever its options are."""
     return aot_eager(graph, inputs)
 
 

@@ -18,7 +18,7 @@ class Refuse:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Nothing; ModuleNotFoundError for what is heavy."""
+        """Find nothing; raise ModuleNotFoundError for a heavy module."""
         if name.split(".")[0] in HEAVY:
             raise ModuleNotFoundError(f"refused: {name}")
         return None

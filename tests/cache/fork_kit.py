@@ -13,7 +13,7 @@ from kdtrain.errors import RunError, UsageError
 
 
 def answer_of(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a fork."""
+    """Run `work` in a fork, and return its result."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=lambda: queue.put(work()))

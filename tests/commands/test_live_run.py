@@ -12,7 +12,7 @@ FIRST, LAST = "step-00000002", "step-00000004"
 
 @pytest.fixture
 def live(workbench, tmp_path):
-    """`run`, with checkpoints of step 2, the best, and of step 4; a copy for each test."""
+    """Copy a run to `run`, with checkpoints of step 2, the best, and of step 4; each test has its own copy."""
     root = workbench.root
     if not (root / "made-run").exists():
         argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "made-run", "--steps", 4)

@@ -31,13 +31,13 @@ def loss_of(p, loss, targets):
 
 
 def told(student, teacher, divergence=1.0, posterior=0.4, tokens=8192):
-    """What withheld text says of a student with these losses, nats a token."""
+    """Make the numbers of withheld text for a student with these losses, nats a token."""
     sums = [each * tokens for each in (student, teacher)]
     return Measured(tokens, *sums, divergence * tokens, 2.0 * tokens, 1.0 * tokens, posterior)
 
 
 def alpha_of(*rows, passes=(1.0,), trained=None):
-    """An alpha that has seen these rows of withheld text, and training batches with this S - T."""
+    """Make an alpha that has seen these rows of withheld text, and training batches with this S - T."""
     alpha = MeasuredAlpha([True] * len(rows))
     alpha.set_step(0, passes)
     if trained is not None:

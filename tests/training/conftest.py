@@ -60,7 +60,7 @@ class RandomSource:
         return len(self.tokens)
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The sequences `indices`; records which were read."""
+        """Return the sequences `indices`, and record them."""
         self.reads.append(indices.tolist())
         rows = torch.as_tensor(indices)
         targets = DenseTargets.from_logits(self.logits[rows].flatten(0, 1), self.tokens[rows, 1:].flatten())
@@ -77,7 +77,7 @@ class Workshop:
         self.folder = folder
 
     def student(self, **config: Any) -> SplitModel:
-        """The student of a run, with entries of its configuration."""
+        """Make the student of a run, with entries of its configuration."""
         return split(tiny_model("llama", VOCABULARY, seed=3, **config))
 
     @contextmanager
@@ -90,7 +90,7 @@ class Workshop:
         model: dict[str, Any] | None = None,
         **options: Any,
     ) -> Iterator[Trainer]:
-        """A run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's.
+        """Prepare a run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's.
 
         It validates before its first step and after its last one, unless `eval_freq` is given.
         """

@@ -74,7 +74,7 @@ def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = 
 
 
 def traced(graph, inputs, **_):
-    """A back end of the compiler that generates no code."""
+    """Run a graph of the compiler without generating code."""
     return aot_eager(graph, inputs)
 
 

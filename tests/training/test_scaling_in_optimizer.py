@@ -38,7 +38,7 @@ class Passes(TorchDispatchMode):
 
 
 def steps_of(workshop, name, **options):
-    """A run of three steps: the numbers of each, and its weights."""
+    """Take three steps; return the numbers of each, and the weights."""
     with workshop.run(name, steps=3, clip=0.05, **options) as run:
         batches = run.stepper.feed().steps()
         numbers = []

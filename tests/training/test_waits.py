@@ -72,7 +72,7 @@ def test_a_wait_is_noticed(wait):
 
 
 def over_cells(source):
-    """A source's targets over cells of three tokens, as a top-k of five."""
+    """Give a source targets over cells of three tokens, as a top-k of five."""
     plain = source.read
 
     def read(indices):
