@@ -54,7 +54,7 @@ Gains = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What explains the difference best."""
+    """The fault that explains the difference best."""
 
     fault: str
     share: float

@@ -60,7 +60,7 @@ _LEAST_VARIANCE = 5.0  # samples squared, of a bin of counts: below, its sum is 
 
 @dataclass
 class Evidence:
-    """What one row shows of the cache."""
+    """The evidence of one row about its cache."""
 
     positions: int
     samples: int = 0
@@ -77,7 +77,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Test:
-    """One test of the family."""
+    """A statistical test of the family."""
 
     name: str
     statistic: float

@@ -106,7 +106,7 @@ def _sum(caches: Sequence[LocalCache], out: Path, settings: CacheSettings, progr
 
 
 class _Added(ShardAnswers):
-    """The samples of several caches of the same rows, added."""
+    """Answers that add up the samples of several caches of the same rows."""
 
     def __init__(self, caches: Sequence[LocalCache], shares: Sequence[float], settings: CacheSettings) -> None:
         self._caches, self._shares, self._absent = caches, shares, settings.codec.absent

@@ -52,7 +52,7 @@ _KINDS |= dict.fromkeys(("amax", "error", "saturated", "flushed", "zeros"), np.d
 
 
 class Collector(Observer):
-    """Collects from the layers whose names match, every so many steps; rank 0 writes.
+    """An observer that collects from the layers whose names match, every so many steps; rank 0 writes.
 
     Args:
         path: the HDF5 file; rows of an earlier part of the run are kept.

@@ -58,7 +58,7 @@ _LOOKS = [("#0072B2", "o", "-"), ("#D55E00", "s", "--")]
 
 @dataclass
 class _Short:
-    """A short run after a rung."""
+    """The result of a rate's short run in one rung, as the record holds it."""
 
     loss: float | None
     """Validation loss, nats a token; None: it diverged."""
@@ -68,7 +68,7 @@ class _Short:
 
 @dataclass
 class _Record:
-    """What OUT/find-lr.json holds during the search."""
+    """The record in OUT/find-lr.json during the search."""
 
     options: dict[str, dict[str, Any]]
     """Those that decide the results of the runs."""
@@ -91,7 +91,7 @@ class _Record:
 
     @property
     def losses(self) -> dict[int, list[Trained]]:
-        """The rungs of each rate."""
+        """The results of each rate's rungs, by exponent."""
         return {
             int(name): [Trained(math.inf if each.loss is None else each.loss, tuple(each.parts)) for each in rungs]
             for name, rungs in self.runs.items()

@@ -33,7 +33,7 @@ SURE = 2.0
 
 @dataclass(frozen=True)
 class Trained:
-    """A rate after a rung."""
+    """The result of a rate's short run in one rung."""
 
     loss: float
     """Validation loss, nats a token; infinite where the run diverged."""
@@ -78,7 +78,7 @@ def _missing(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A rate, and why. Exponents are of two times the guess."""
+    """The suggested rate, and how it was found. An exponent k stands for the rate 2^k times the guess."""
 
     best: int
     """The best rate of the last rung."""

@@ -19,7 +19,7 @@ MOST_ENTRIES = 2**26
 
 
 class Lists(NamedTuple):
-    """One list of numbers for each of m positions, one behind the other."""
+    """Lists of numbers for m positions, one list behind the other."""
 
     values: np.ndarray
     lengths: np.ndarray
@@ -31,7 +31,10 @@ Record = Mapping[str, Any]
 
 
 class Layout(ABC):
-    """A layout; a subclass has `entries` and `decode`. Raises UsageError for options that it cannot use."""
+    """A layout of others' caches; a subclass defines `entries` and `decode`.
+
+    UsageError: it cannot use the options.
+    """
 
     entries: Mapping[str, int]
     """The columns that it decodes, and whether each holds one number a token (1) or a list of them (2)."""
@@ -55,7 +58,7 @@ class Layout(ABC):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """How the entries were coded, in plain values for the manifest."""
+        """The settings by which the entries were coded, in plain values for the manifest."""
         return {}
 
     @abstractmethod

@@ -38,7 +38,7 @@ COUNTS = ("rows", "rows_left_out", "positions", "counted", *filter(None, _STATES
 
 @dataclass(frozen=True)
 class Cutter:
-    """Makes sequences of records; pure."""
+    """A pure maker of sequences from records."""
 
     layout: Layout
     codec: CodecSpec

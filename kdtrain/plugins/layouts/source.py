@@ -25,7 +25,7 @@ _SUFFIXES = (".parquet", ".jsonl")
 
 
 class SourceFile:
-    """A file, and the columns of it that a layout reads. UsageError: it cannot be read, or lacks one."""
+    """A file, and its columns that a layout reads. UsageError: it cannot be read, or lacks a column."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path, self.layout, self.columns = path, layout, layout.columns

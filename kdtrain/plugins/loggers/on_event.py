@@ -32,7 +32,7 @@ LAST_SECONDS = 10.0
 
 
 class EventCommand(Observer):
-    """Runs a command line for events, in the background.
+    """A command line that runs for events, in the background.
 
     Args:
         command: words as a shell would split them; the first is a program.

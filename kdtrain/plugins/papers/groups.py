@@ -37,7 +37,7 @@ class Group:
 
     @property
     def seeds(self) -> str:
-        """Its seeds, as text."""
+        """The seeds of the group, as text."""
         shown = [printable(str(run.seed))[:20] for run in self.runs]
         return f"seed {shown[0]}" if len(shown) == 1 else f"{len(shown)} runs, seeds {', '.join(shown)}"
 
@@ -91,7 +91,7 @@ def differing(groups: Sequence[Group]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a group is from another one in a number."""
+    """The difference of a group from another one in a number."""
 
     mean: float
     """Over the seeds of both; of the means where they share none."""
@@ -100,7 +100,7 @@ class Difference:
 
     @property
     def beyond(self) -> bool | None:
-        """Whether it is beyond what seeds explain; None: nobody knows."""
+        """Whether the difference is beyond what seeds explain; None: unknown."""
         return None if self.half is None else abs(self.mean) > self.half
 
 

@@ -95,22 +95,22 @@ class SweepJob:
 
     @property
     def line(self) -> str:
-        """The command, to copy."""
+        """The command line, to copy."""
         return f"kdtrain {shlex.join(self.words)}"
 
     @property
     def is_run(self) -> bool:
-        """Whether it trains a student, so that its error does not end the sweep."""
+        """Whether the job trains a student, so that its error does not end the sweep."""
         return self.words[0] == "distill"
 
     @property
     def arm(self) -> str:
-        """That of a run; the name of a cache."""
+        """The arm of a run, or the name of a cache."""
         return self.name.rpartition("/")[0] if self.is_run else self.name
 
     @property
     def done(self) -> bool:
-        """Whether it ended: a finished cache, or a run that ended by itself, diverged or by another rule of its own."""
+        """Whether the job is done: a finished cache, or a run that ended by itself, diverged or stopped by a rule."""
         if self.words[0] == "cache-teacher":
             return (self.config.out / "manifest.json").exists()
         if self.words[0] == "evaluate":
@@ -132,7 +132,7 @@ class Sweep:
 
     @property
     def folders(self) -> list[Path]:
-        """The runs that have begun."""
+        """The folders of the runs that have begun."""
         return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
 
     def refuse_missing(self) -> None:
@@ -143,7 +143,7 @@ class Sweep:
 
     @property
     def trial(self) -> list[SweepJob]:
-        """A job that looks at [test] and the students of runs that are to do; nothing if there is none."""
+        """A dry run of [test] with the students of runs that are not done; an empty list if there are none."""
         students = dict.fromkeys(job.config.student for job in self.runs if not job.done)
         if self.test is None or not students:
             return []
@@ -334,7 +334,7 @@ def _words(kind: type, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 class Runner:
-    """Runs the commands of a sweep, each in a process of its own with a share of the cores.
+    """A runner of the commands of a sweep, each in a process of its own with a share of the cores.
 
     Its block forwards the signals that ask to stop to each process exactly once: a second one would make it leave
     without saving. A process also stops, and saves, when that of the sweep is killed.

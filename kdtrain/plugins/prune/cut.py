@@ -41,7 +41,7 @@ _FREE = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?|initializer_range|use_c
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the modules of a model type are, by their names in the model, or in a layer."""
+    """The roles of the modules of a model type, by their names in the model, or in a layer."""
 
     layers: str = "model.layers"
     embeddings: tuple[str, ...] = ("model.embed_tokens",)
@@ -159,7 +159,7 @@ class Importance:
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays: numbers in the teacher, ascending."""
+    """The parts that stay, as indices in the teacher, ascending."""
 
     layers: list[int]
     width: Tensor

@@ -52,7 +52,7 @@ _RECORD = "kdtrain"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What scores are of; other scores are not used in their place."""
+    """The subject of scores: scores of another subject are not reused."""
 
     teacher: str
     """Digest of weights and architecture."""
@@ -65,7 +65,7 @@ class Subject:
 
     @property
     def key(self) -> str:
-        """A short name."""
+        """A short name of the subject."""
         return json_digest(asdict(self))[:12]
 
 

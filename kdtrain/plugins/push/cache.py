@@ -24,7 +24,7 @@ _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "
 
 
 class Upload(NamedTuple):
-    """What is published."""
+    """The files of one upload, and what belongs to them."""
 
     files: Mapping[str, Path]
     """By their paths in the repository."""

@@ -36,7 +36,7 @@ from kdtrain.tables import show
 
 
 class _Origin(TypedDict):
-    """What the record of an export states of its files."""
+    """The record of an export, as far as it is about its files."""
 
     files: dict[str, str]
 

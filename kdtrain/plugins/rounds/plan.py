@@ -59,7 +59,7 @@ def rounds(request: PlanRequest) -> DataPlan:
 
 
 class ReplayedData(DataPlan):
-    """The rounds of another run, validated on its fixed text."""
+    """The plan of a run on the rounds of another run, validated on its fixed text."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.config, self.run = request.config, request.config.plugins["rounds"].rollouts
@@ -129,7 +129,7 @@ def split_sources(
 
 
 class RoundsData(DataPlan):
-    """What the student writes behind the prompts of --data, alone or beside --cache."""
+    """The plan of a run on text that the student writes behind the prompts of --data, alone or beside --cache."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.config, self.device = request.config, request.device
@@ -239,7 +239,7 @@ class RoundsData(DataPlan):
 
 
 class RoundWriter:
-    """Writes the rounds of a run: `source.Writer`."""
+    """The `source.Writer` of a run."""
 
     def __init__(self, data: RoundsData, prompts: LocalCache, shape: StreamShape, facts: Facts) -> None:
         self.data, self.prompts, self.shape, self.facts = data, prompts, shape, facts

@@ -50,7 +50,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """Which places of the stream are of which round; `rollouts.json` of a run holds it."""
+    """The shape of the stream: which places are of which round; `rollouts.json` of a run holds it."""
 
     rows: Annotated[int, Meta(ge=1, lt=STRIDE)]
     """Prompts in a round."""
@@ -73,7 +73,7 @@ class StreamShape:
 
 
 class Writer(Protocol):
-    """Writes a round, on all ranks."""
+    """A writer of rounds, on all ranks."""
 
     def meet(self, student: Any, teacher: Any) -> None: ...
 

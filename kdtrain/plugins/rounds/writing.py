@@ -72,7 +72,7 @@ def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
 
 
 class RolloutAnswers(ShardAnswers):
-    """What a student writes behind the prompts of a batch, scored by its teacher's own answers.
+    """Answers with text that a student writes behind the prompts of a batch, scored by the teacher's own answers.
 
     Args:
         student: as it is; its mode is left as it was.

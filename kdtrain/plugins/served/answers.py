@@ -47,11 +47,11 @@ IMPOSSIBLE = -1000.0
 
 
 class Wrong(Exception):
-    """An answer that cannot be right, in words; the request is sent again, a few times."""
+    """An answer that cannot be right, with the reason in words; the request is sent again, a few times."""
 
 
 class Entry(msgspec.Struct, gc=False):
-    """An entry of a table."""
+    """One entry of a table: a token's log p, rank and text."""
 
     logprob: float
     rank: int | None = None
@@ -79,7 +79,7 @@ class Choice(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Span:
-    """Some tokens of a row, as one prompt."""
+    """Tokens of a row that are sent as one prompt."""
 
     split: str
     row: int
@@ -102,7 +102,9 @@ class Span:
 
 
 class Answers:
-    """The most likely entries of each position, which every server gives; a subclass asks for something else.
+    """A request for the most likely entries of each position, which every server gives.
+
+    A subclass requests something else.
 
     codec: of the cache. seed: of its samples.
     """
@@ -136,7 +138,7 @@ class Answers:
 
 
 class Sampled(Answers):
-    """Samples that the engine took of its own logits, with `kdtrain.plugins.served.vllm_plugin`."""
+    """A request for samples, drawn by the engine from its own logits with `kdtrain.plugins.served.vllm_plugin`."""
 
     def parameters(self, span: Span) -> dict[str, Any]:
         """Return the parameters of a request for samples: their grid."""

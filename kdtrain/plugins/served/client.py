@@ -60,7 +60,7 @@ _HTML = "a page of HTML"
 
 
 class Refused(Exception):
-    """A final answer: a code, and the server's words."""
+    """A refusal, which is final: a code, and the server's words."""
 
     def __init__(self, code: int, words: str) -> None:
         super().__init__(words := quoted(words))
@@ -68,7 +68,7 @@ class Refused(Exception):
 
 
 class Unanswered(RunError):
-    """No server answered any of the attempts. problem: without what to do."""
+    """A failure of all attempts to get an answer. problem: the reason, without what to do."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; what is here stays: run the same command again")
@@ -76,7 +76,7 @@ class Unanswered(RunError):
 
 
 class Usage(msgspec.Struct):
-    """What a request cost."""
+    """The cost of a request, in tokens."""
 
     prompt_tokens: int | None = None
 
@@ -100,7 +100,7 @@ class _Error(msgspec.Struct):
 
 @dataclass
 class Host:
-    """A server."""
+    """A server, and its state."""
 
     url: str
     """Of its API, with /v1 at the end."""
@@ -119,7 +119,7 @@ class Host:
 
 
 class Client:
-    """Requests to some servers of one model.
+    """A client of some servers of one model.
 
     Args:
         urls: their addresses.

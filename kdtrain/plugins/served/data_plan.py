@@ -18,7 +18,7 @@ _STEPS, _MOST = 16, 256
 
 
 class ServedData(DataPlan):
-    """The answers of the teacher's servers, of which a trial requests what it reads alone."""
+    """The plan of a run on the answers of the teacher's servers; a trial requests only what it reads."""
 
     apart = True
 

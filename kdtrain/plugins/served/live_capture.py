@@ -43,12 +43,12 @@ _ABANDON = 5.0
 
 
 class _Abandoned(Exception):
-    """Cancels the capture thread."""
+    """The end of the capture thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """How a run captures what it reads."""
+    """The way in which a run captures what it reads."""
 
     seed: int
     """Of the run."""
@@ -67,7 +67,7 @@ class Capture:
 
 
 class _LiveReader(CacheReader):
-    """A split whose shards are waited for, and whose sequences are numbered as in the text."""
+    """A reader that waits for the shards of a split, and numbers its sequences as in the text."""
 
     def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         if self.split == "train" and isinstance(self.remote, LiveCache):

@@ -64,7 +64,7 @@ class _Models(msgspec.Struct):
 
 
 class Preflight(Teacher):
-    """A teacher behind servers of one model, which looks at them, and asks them in the way that it found."""
+    """A teacher behind servers of one model, which checks them first, and sends the requests that they support."""
 
     client: Client
     server: ServerConfig | None = None
@@ -87,7 +87,7 @@ class Preflight(Teacher):
 
     @property
     def tolerance(self) -> float | None:
-        """Nats (--server-tolerance)."""
+        """The allowed distance in nats (--server-tolerance)."""
         return None if self.server is None else self.server.server_tolerance
 
     def look(self) -> tuple[dict[str, Any], Fingerprint]:

@@ -57,7 +57,7 @@ _LOOKED, _ENTRIES = 64, 2**24
 
 
 class ServedTeacher(Preflight):
-    """An inference server, by the most likely entries (--teacher-server)."""
+    """A teacher on inference servers, known by its most likely entries (--teacher-server)."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         super().__init__(spec, device, mode)
@@ -85,7 +85,10 @@ class ServedTeacher(Preflight):
 
     @property
     def vocab_size(self) -> int:
-        """By `vocab_size` of the spec's options, the model's configuration, or that beside its tokenizer."""
+        """The size of the vocabulary, from the spec's options, the model's configuration, or that beside its tokenizer.
+
+        UsageError: it is unknown.
+        """
         stated = self.spec.options.get("vocab_size")
         if stated is not None:
             assert isinstance(stated, int), "__init__ has refused all others"
@@ -103,12 +106,12 @@ class ServedTeacher(Preflight):
 
     @property
     def digest(self) -> str:
-        """Of the record of who it is."""
+        """The digest of the teacher's identity."""
         return json_digest(dict(self.identity))
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The spec, the model, what the server tells of itself, and the fingerprint of its answers."""
+        """The spec, the model, what the server reports of itself, and the fingerprint of its answers."""
         assert self._identity is not None, "begin looks at the server"
         return self._identity
 
@@ -170,7 +173,7 @@ class ServedTeacher(Preflight):
 
 
 class _ServedAnswers(ShardAnswers):
-    """What the servers answer, shard by shard: of each row its spans, or a text behind its prompt."""
+    """The answers of the servers, shard by shard: of each row its spans, or a text behind its prompt."""
 
     def __init__(self, teacher: Preflight, settings: CacheSettings) -> None:
         self._teacher, self._settings, self._first = teacher, settings, True
