@@ -61,7 +61,7 @@ class Tokens:
 
 
 class Held(Tokens):
-    """A source that always gives the same batch of another, on the device, with its targets: a step reads nothing."""
+    """A source that always gives one batch of another source, on the device, with its targets: a step reads nothing."""
 
     def __init__(self, batch: Batch, facts: Facts) -> None:
         super().__init__(batch.tokens, batch.tokens.device)

@@ -140,7 +140,7 @@ def packed(name: str, split: str, sequences: int, seq_len: int) -> list[Any]:
 
 
 class CheapTeacher:
-    """Logits of a distribution that depends on the token just read, at the price of one narrow product.
+    """A teacher whose distribution depends on the token just read, at the price of one narrow product.
 
     For caches whose content decides nothing that is measured; it is as peaked as a trained model's.
     """

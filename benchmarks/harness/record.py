@@ -66,7 +66,7 @@ class Options:
 
     @property
     def scratch(self) -> Path:
-        """Where caches and checkpoints are made: beside tiny records, else in `runs`."""
+        """The folder in which caches and checkpoints are made: beside tiny records, else in `runs`."""
         folder = ROOT / "runs" / ("cpu" if self.on_cpu else "gpu")
         if self.tiny:
             folder = self.out

@@ -73,7 +73,7 @@ def run(options: Options) -> int:
 
 
 class _Training:
-    """A student whose layers switch, its text, and a run that begins anew for each kind."""
+    """A student whose layers switch, its text, and a run that starts again for each kind."""
 
     def __init__(self, options: Options, sizes: Sizes, choice: FormatChoice) -> None:
         self.sizes, device = sizes, options.device

@@ -47,7 +47,7 @@ ON_GPU = ("liger-jsd-triton", "liger-cross-entropy", "liger-cross-entropy-8", "c
 
 @dataclass
 class Student:
-    """The inputs of a side: hidden states and weight that want gradients, and labels."""
+    """The inputs of a side: hidden states and weight that need gradients, and labels."""
 
     hidden_ND: Tensor
     weight_VD: Tensor

@@ -28,7 +28,7 @@ from teachers import make_teacher
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long is trained."""
+    """The length of the training."""
 
     batch: int = 64
     trial: int = 150

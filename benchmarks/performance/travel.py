@@ -31,7 +31,7 @@ GOAL = 0.97
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Files of a folder, without a log."""
+    """A server of the files of a folder, without a log."""
 
     def log_message(self, *_: Any) -> None:
         """Log nothing."""

@@ -34,7 +34,7 @@ CACHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One student: all that distinguishes it from the others."""
+    """The run of one student: all options that distinguish it from the others."""
 
     corpus: str = "stdlib"
     student: str = "1m"
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def source(self) -> str:
-        """The name of its cache's folder."""
+        """The name of the folder of its cache."""
         return f"{self.corpus}-{self.cache}" + (f"-{self.sequences}" if self.sequences else "")
 
 

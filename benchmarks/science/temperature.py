@@ -84,7 +84,7 @@ def trained(runs: Path, mode: str, start: float) -> dict[str, Any]:
 
 
 class Logits:
-    """Hidden states of the student at a step, and the teacher's targets, on four sequences of the validation split."""
+    """The student's hidden states at a step, and the teacher's targets, on four sequences of the validation split."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
