@@ -14,7 +14,7 @@ HEAVY = ("torch", "transformers", "datasets", "h5py", "numpy", "pyarrow", "matpl
 
 
 class Refuse:
-    """A finder that refuses what is heavy."""
+    """A finder that refuses heavy modules."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

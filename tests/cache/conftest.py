@@ -23,7 +23,7 @@ SEQ_LEN = 16
 
 
 class Workshop:
-    """What a test needs to build a cache."""
+    """The parts with which a test builds a cache."""
 
     def rows(self, number: int, *, vocab_size: int = 64, seed: int = 0) -> Iterator[PackedRow]:
         random = np.random.RandomState(seed)

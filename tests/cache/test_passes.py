@@ -106,7 +106,7 @@ def test_only_a_gpu_takes_the_passes(monkeypatch):
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that operations read and write; a view moves none."""
+    """A counter of the bytes that operations read and write; a view moves none."""
 
     def __init__(self):
         super().__init__()

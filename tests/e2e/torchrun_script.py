@@ -13,7 +13,7 @@ from kdtrain import faults
 
 
 class Fork:
-    """What torchrun uses of `subprocess.Popen`: `python -u -m MODULE ...` in a session of its own."""
+    """The part of `subprocess.Popen` that torchrun uses, for `python -u -m MODULE ...` in a session of its own."""
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str], stdout: IO | None, stderr: IO | None, **_: object):
         self.args, self.returncode = args, None

@@ -10,7 +10,10 @@ from tests.hostile.server import SECONDS, Done, Runner
 
 
 class Bench:
-    """Where cases are run: the base, the process that forks, and a folder for each case, gone when it is right."""
+    """The bench on which cases run: the base, the process that forks, and a folder for each case.
+
+    The folder is removed when the case is right.
+    """
 
     def __init__(self, folder: Path, seed: int = 0, seconds: float = SECONDS, keep: bool = False) -> None:
         self.folder, self.seed, self.keep = folder, seed, keep

@@ -266,7 +266,7 @@ class Case:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Where the command may write."""
+        """The paths that the command may write."""
         if self.writes is not None:
             return self.writes
         if "--repair" in self.argv:

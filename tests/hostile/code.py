@@ -30,7 +30,7 @@ _KINDS = {"llama": _ABOUT, "evil": _ABOUT, "vit": _ELSEWHERE, "clip": _ELSEWHERE
 
 
 class _Pickled:
-    """What touches a file when it is unpickled."""
+    """An object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -53,7 +53,7 @@ class Done:
 
 
 class Runner:
-    """Starts the server in `folder`, where it keeps what commands print."""
+    """A runner that starts the server in `folder`, where it keeps what commands print."""
 
     def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
         self._seconds = seconds

@@ -301,7 +301,7 @@ def test_a_block_mask_has_the_blocks_that_the_dense_mask_fills(lengths, window):
 
 
 class Made(TorchDispatchMode):
-    """Counts the bytes of each tensor that is made."""
+    """A counter of the bytes of each tensor that is made."""
 
     def __init__(self):
         super().__init__()

@@ -97,7 +97,10 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of each exchange in the block by collective, the larger of input and output, also those of PyTorch."""
+    """A counter of the bytes of each exchange in the block, by collective.
+
+    The larger of input and output counts, also in exchanges of PyTorch.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ SPIKE = "train.loss:x30:24-26"
 
 @dataclass(frozen=True)
 class Case:
-    """One way, and its options."""
+    """A way to end a run, and the options of the run."""
 
     where: str
     how: str
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def options(self) -> Options:
-        """What decides the outcome: runs that agree in it must end equal."""
+        """The options that decide the outcome: runs that agree in them must end equal."""
         return self.accumulation, self.temperature, self.rollback, self.format
 
     @property

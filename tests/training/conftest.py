@@ -69,7 +69,7 @@ class RandomSource:
 
 
 class Workshop:
-    """Makes runs in a folder."""
+    """A maker of runs in a folder."""
 
     source = RandomSource
 

@@ -19,7 +19,7 @@ def on_gpu(monkeypatch):
 
 
 class Passes(TorchDispatchMode):
-    """Bytes that operators on lists of tensors read and write, by operator."""
+    """A counter of bytes that operators on lists of tensors read and write, by operator."""
 
     def __init__(self):
         super().__init__()

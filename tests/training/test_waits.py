@@ -26,7 +26,7 @@ INSIDE = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique
 
 
 class Waits(TorchFunctionMode):
-    """The names of what waits, in order; an operator inside a method that waits is not counted again."""
+    """A record of what waits, by name and in order; an operator inside a method that waits is not counted again."""
 
     def __init__(self):
         super().__init__()

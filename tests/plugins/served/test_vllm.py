@@ -37,7 +37,7 @@ SPEC = CodecSpec(kind="sparse", vocab_size=2048, num_samples=SAMPLES)
 
 
 class Served:
-    """What a server answers."""
+    """A server, and requests to it."""
 
     def __init__(self, server: Vllm) -> None:
         self.url, self.log = server.url, server.log
