@@ -328,7 +328,7 @@ class _Piece:
 
 
 def _copy(splits: Mapping[str, Sequence[_Piece]], builder: CacheBuilder) -> None:
-    """Have a builder publish a shard for each piece."""
+    """Publish a shard for each piece by a builder."""
     builder.rounds.total = sum(len(piece) for pieces in splits.values() for piece in pieces)
     for split, pieces in splits.items():
         hashes = dict[CacheReader, set[int]]()

@@ -11,10 +11,7 @@ register_section("collect", {"distill": CollectConfig})
 
 @register_observer("collect")
 def observer(request: Any) -> Any:
-    """Return the collector of a run with --collect-tensors, or None without it.
-
-    UsageError: the run has --tensor-parallel.
-    """
+    """Return the collector of a run, or None without --collect-tensors. UsageError: the run has --tensor-parallel."""
     options = request.config.plugins["collect"]
     if options.collect_tensors is None:
         return None

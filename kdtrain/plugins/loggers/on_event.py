@@ -75,7 +75,7 @@ class EventCommand(Observer):
             warning("on-event", text)
 
     def close(self) -> None:
-        """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""
+        """Run the waiting commands for up to `LAST_SECONDS`, and end the one that runs then."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

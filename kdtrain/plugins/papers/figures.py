@@ -176,7 +176,7 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
 
 
 def _zoom(axes: Axes) -> None:
-    """Let the curves fill the panel after their first tenth, which would flatten the rest."""
+    """Zoom to the curves after their first tenth, which would flatten the rest."""
     drawn: list[Any] = axes.get_lines()  # matplotlib types their data as anything that may become an array
     curves = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in drawn]
     curves = [points for points in curves if len(points) > 4]
@@ -234,7 +234,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _interventions(axes: Axes, run: LoggedRun, places: dict[int, float], color: str, height: float) -> bool:
-    """Mark a run's interventions near the top, those of another run lower; whether there are any."""
+    """Mark a run's interventions near the top, another run's lower; return True if there are any."""
     shown = [each for each in interventions(run) if each.event in MARKS and each.step in places][:MOST_POINTS]
     look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 5, "zorder": 5}
     for each in shown:

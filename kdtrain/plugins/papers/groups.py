@@ -254,7 +254,7 @@ def caution(groups: Sequence[Group]) -> list[str]:
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Refuse to write over a file unasked, over anything else at all, and where there is no folder."""
+    """Raise UsageError if `out` exists, unless it is a file to overwrite, or if its folder does not exist."""
     if os.path.lexists(out) and (not overwrite or not out.is_file() or out.is_symlink()):
         what = "is there already; name another file, or add --overwrite" if out.is_file() else "is not a file"
         raise UsageError(f"--out {out} {what}")

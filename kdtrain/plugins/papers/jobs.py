@@ -336,10 +336,10 @@ def _words(kind: type, options: Mapping[str, Any]) -> Iterator[str]:
 class Runner:
     """A runner of the commands of a sweep, each in a process of its own with a share of the cores.
 
-    Its block forwards the signals that ask to stop to each process exactly once: a second one would make it leave
-    without saving. A process also stops, and saves, when that of the sweep is killed.
+    Its block forwards the signals that ask to stop to each process exactly once: a second one would end it without
+    saving. A process also stops, and saves, when the process of the sweep is killed.
 
-    at_once: processes beside each other. Of one at a time the log is shown, unless `quiet`.
+    at_once: how many processes run at a time. With one at a time its log is shown, unless `quiet`.
     """
 
     _CHILD = (

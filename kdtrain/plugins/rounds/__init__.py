@@ -42,10 +42,7 @@ class WriterConfig(Options):
         )
 
     def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
-        """Pair the teacher of a capture with the student, which writes its text.
-
-        UsageError: they do not fit together.
-        """
+        """Pair the teacher of a capture with the student that writes its text. UsageError: they do not fit."""
         from kdtrain.plugins.rounds.writing import written_by
 
         assert self.by is not None

@@ -78,7 +78,7 @@ class Writer(Protocol):
     def meet(self, student: Any, teacher: Any) -> None: ...
 
     def write(self, number: int, attempt: int, folder: Path) -> Mapping[str, float]:
-        """Write what is missing; return numbers for the log. Interrupted: a stop was requested."""
+        """Write the missing parts of a round; return numbers for the log. Interrupted: a stop was requested."""
         ...
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
@@ -161,7 +161,7 @@ class Rounds:
         return max(1, round(len(self.fixed) / share))
 
     def meet(self, student: Any, teacher: Any) -> None:
-        """Hand both to who writes."""
+        """Hand student and teacher to the writer and to the fixed text."""
         if self.writer is not None:
             self.writer.meet(student, teacher)
         if self.fixed is not None:
@@ -214,7 +214,7 @@ class Rounds:
         return found if found.get("rollouts/round") else {}
 
     def _begin(self, number: int) -> dict[str, float]:
-        """Have a round, and return its numbers; every rank calls it. RunError: it collapsed, or is not there."""
+        """Begin a round and return its numbers; every rank calls it. RunError: it collapsed, or does not exist."""
         attempt = on_main(lambda: self._attempt(number))
         folder, spent = self._folder(number, attempt), dict[str, float]()
         if self.writer is not None:
@@ -295,9 +295,9 @@ class Rounds:
         return {"attempt": self.attempt, "rounds": rounds, "sha256": self._digest(rounds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to these rounds; later ones that were read are left behind, and what follows is another attempt.
+        """Restore these rounds; later ones that were read are left behind, and the next rounds are of another attempt.
 
-        ValueError: it is no such state, or the rounds are others.
+        ValueError: it is not such a state, or the rounds differ.
         """
         saved = typed(state, _State)
         found = dict[int, int](saved.rounds)  # type: ignore[arg-type]

@@ -240,7 +240,7 @@ class WrittenByStudent:
         return f"{self.teacher}, on what {self.policy['spec']} writes"
 
     def write(self, how: Writing) -> None:
-        """Have the student continue prompts. UsageError: both end their texts by different tokens."""
+        """Let the student continue prompts. UsageError: teacher and student end their texts by different tokens."""
         self.writing = replace(how, policy=self.policy, end_tokens=common_ends(self.student, how, self.tokenizer))
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:

@@ -215,7 +215,10 @@ class Client:
 
     @contextmanager
     def working(self, jobs: Iterable[Callable[[], T]]) -> Iterator[list["Future[T]"]]:
-        """Do the jobs, in order, as many at once as `concurrency`. The first error is all's, and the last request."""
+        """Run the jobs, in order, as many at once as `concurrency`.
+
+        The first error is raised by all jobs, and ends all requests.
+        """
         waiting = deque((Future[T](), job) for job in jobs)
         futures, broken = [future for future, _ in waiting], list[BaseException]()
 
@@ -256,7 +259,7 @@ class Client:
         return best
 
     def _rest(self, host: Host, problem: Passing) -> float:
-        """Let a server rest after a failure; the seconds of it."""
+        """Let a server rest after a failure; return the seconds of the rest."""
         with self._lock:
             now = time.monotonic()
             if host.rests_until <= now:  # of several requests that fail at once, one counts

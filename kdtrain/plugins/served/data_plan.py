@@ -57,5 +57,5 @@ class ServedData(DataPlan):
         return {"server": {**found, "fingerprint of an earlier capture": "not compared"}}
 
     def finish(self) -> None:
-        """Make what is captured a whole cache."""
+        """Complete the cache of what was captured."""
         self.live.finish()

@@ -153,6 +153,15 @@ def read_samples(
     """Read an answer's `prompt_logprobs` into the arrays [T, ...] that a cache keeps (`codec.encode`).
 
     Log p of the entries, which a cache does not keep either, is log (count / D), moved as its reader moves it.
+
+    Args:
+        answer: one position for each token, its entry with logprob, rank and decoded_token; the first is None.
+        tokens: the prompt that was sent, T + 1 tokens.
+        spec: samples alone, as many as the request's.
+
+    Raises:
+        ValueError: the server's own top-k, or samples of another grid, row or position, which have another receipt;
+            samples that cannot be, or a position without a distribution.
     """
     assert spec.counts_only and spec.num_samples == request.number, "another codec than the request's"
     length, number = len(tokens) - 1, spec.num_samples

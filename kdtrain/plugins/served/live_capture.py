@@ -144,7 +144,7 @@ class LiveCache(LocalCache):
         return settings, {name: rows[name] for name in ("validation", "train")}, self._progress
 
     def finish(self) -> None:
-        """Make what is captured a whole cache: the run has read all that it reads."""
+        """Complete the cache of what was captured: the run has read all that it reads."""
         with self._changed:
             self._ending, self._ahead = True, 0
             self._changed.notify_all()
@@ -202,7 +202,7 @@ class LiveCache(LocalCache):
         return {"shards": len(digests), "sha256": hashlib.sha256(" ".join(digests).encode()).hexdigest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Warn where the shards that the run has read are not those of `state`. ValueError: it is no state."""
+        """Warn where the shards that the run has read differ from `state`. ValueError: it is not a state."""
         try:
             count = typed(state["shards"], int)
             there = self.state_dict(count * self.manifest.settings.sequences_per_shard)

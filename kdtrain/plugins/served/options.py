@@ -60,11 +60,11 @@ class ServerConfig(Options):
         return "served" if self.teacher_server else None
 
     def connect(self, teacher: Any, codec: CodecConfig) -> None:
-        """Tell the teacher where it runs. UsageError: the API key would be sent unencrypted."""
+        """Give the teacher the servers' addresses. UsageError: the API key would be sent unencrypted."""
         teacher.connect(self, codec)
 
     def check(self, config: CacheTeacherConfig) -> None:
-        """Refuse what a server's answers cannot do. UsageError: it is given."""
+        """Raise UsageError for options that have no effect on a server's answers."""
         if not self.teacher_server:
             return
         idle = {
@@ -103,7 +103,7 @@ class RunServerConfig(ServerConfig):
         return self.teacher_kind
 
     def check(self, config: DistillConfig) -> None:  # type: ignore[override]
-        """Refuse what a server's answers cannot do, before requests of hours. UsageError: it is given."""
+        """Raise UsageError, before requests of hours, for options that a server's answers cannot serve."""
         if not self.teacher_server:
             return
         objective = config.objective

@@ -294,7 +294,7 @@ class Preflight(Teacher):
         log.info("server: %s gives %d samples a token, with the receipt of kdtrain's plugin", host, number)
 
     def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
-        """Ask the probes alone, after a prompt with their beginning, and among others."""
+        """Take the fingerprint: send the probes alone, after a prompt with their beginning, and among others."""
         first = self.probe(host, tokens)
         beginnings = [(each[: len(each) // 2 + 1] + each[:3])[: len(each)] for each in tokens]
         self.probe(host, beginnings)

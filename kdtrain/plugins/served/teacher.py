@@ -125,12 +125,12 @@ class ServedTeacher(Preflight):
         self.length = seq_len + 1
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
-        """Look at the servers, on rank 0 for all, and compare them with those of an earlier attempt.
+        """Check the servers, on rank 0 for all, and compare them with an earlier attempt.
 
-        A finished cache asks nothing of them.
+        A finished cache needs no request.
 
-        UsageError: they do not serve this teacher as it must be, or are another one. RunError: one that has answered
-            before does not answer.
+        UsageError: they do not serve this teacher as it must be, or are another one. RunError: a server that has
+        answered before does not answer.
         """
         known = None if earlier is None else Fingerprint.from_json(earlier.get("fingerprint"))
         if earlier is not None and (known is None or earlier.get("spec") != self.name):
@@ -164,7 +164,7 @@ class ServedTeacher(Preflight):
             log.warning("server: it tells %s, and told %s before; its answers are the same", told, before)
 
     def write(self, how: Writing) -> None:
-        """Have prompts continued from here on, each by a request of its own: no batch decides its bits."""
+        """Let the servers continue prompts from here on, each by a request of its own: no batch decides its bits."""
         self.writing = replace(how, batch_size=None)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
@@ -188,7 +188,7 @@ class _ServedAnswers(ShardAnswers):
 
     @contextmanager
     def session(self, shard: ShardRows) -> Iterator[None]:
-        """Ask for all of a shard in the block; then ask for some again, and the probes.
+        """Request the answers of a shard in the block; then request some of them again, and the probes.
 
         RunError: the servers' answers are not those of this teacher.
         """
