@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def download(names: Iterable[str], folder: Path) -> None:
-    """Have pip put the wheels of these packages into a folder, without what they require."""
+    """Download the wheels of these packages to a folder by pip, without what they require."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", MACHINE["python_version"], "--implementation", "cp", *platforms]

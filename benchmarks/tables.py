@@ -93,7 +93,7 @@ def filled(name: str) -> dict[Path, str]:
 def placed(blocks: Mapping[str, str], pages: Sequence[Path]) -> dict[Path, str]:
     """Return the texts of `pages`, with each block between its markers in the first page that has them.
 
-    Links are relative to that page.
+    Links are relative to that page. ValueError: no page has the markers of a block.
     """
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     for name, block in blocks.items():

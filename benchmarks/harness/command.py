@@ -79,6 +79,6 @@ def claim(out: Path, settings: Any) -> None:
 
 
 def stop(code: int, message: str) -> NoReturn:
-    """Leave with one line on stderr."""
+    """Exit with one line on stderr."""
     print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
     raise SystemExit(code)
