@@ -99,7 +99,7 @@ class Server:
     ) -> list[int]:
         """Start `program` in `folder` and return the ids of its processes.
 
-        With a world of several ranks each has the environment that torchrun would give it. What they say goes to
+        With a world of several ranks each has the environment that torchrun would give it. Their output goes to
         SAID.RANK.out and SAID.RANK.err.
         """
         return self.begin_each(program, [(argv, folder)] * world, said, **environment)

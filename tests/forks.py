@@ -76,7 +76,7 @@ def warm_up() -> None:
 
 
 def become(program: str, place: dict, said: str) -> None:
-    """Be the program, as if it had been started, and end."""
+    """Run the program as if it had been started, and end."""
     for handle, path in enumerate((os.devnull, f"{said}.out", f"{said}.err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
     os.chdir(place["folder"])

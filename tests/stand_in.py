@@ -208,7 +208,7 @@ def standing_in(*args: Any, **options: Any) -> Iterator[StandIn]:
 
 class _Quiet(ThreadingHTTPServer):
     def handle_error(self, *_: Any) -> None:
-        """Say nothing: clients go away, and faults break connections."""
+        """Print nothing: clients disconnect, and faults break connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -43,7 +43,7 @@ def flip(path: Path, place: int = -1, bit: int = 1) -> None:
 
 
 def in_child(work: Callable[[], object], fault: str, log: Path) -> int:
-    """Do `work` in a child of this process, with a fault; its exit status, negative for a signal."""
+    """Run `work` in a child of this process, with a fault; return its exit status, negative for a signal."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let saves fail with an error at a point, `times` times."""
+    """Make saves fail with an error at a point, `times` times."""
 
     def plan(name: str, error: Exception, times: int = 1) -> None:
         errors = [error] * times

@@ -17,7 +17,7 @@ from kdtrain.errors import RunError
 
 @pytest.fixture
 def full(monkeypatch):
-    """Let the disk be full for the next `tries` saves, and a minute be short."""
+    """Fill the disk for the next `tries` saves, and shorten a minute."""
     monkeypatch.setattr(saving, "MINUTE", 0.01)
 
     def plan(tries, point="checkpoint.before-rename"):

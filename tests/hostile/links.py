@@ -38,13 +38,13 @@ def away(place: Place, name: str) -> None:
 
 @curried
 def _to(place: Place, name: str, target: str) -> None:
-    """Replace it by a link to what is seen from where it lies."""
+    """Replace a name by a link to a target, relative to the name's folder."""
     place.link(name, target)
 
 
 @curried
 def twin(place: Place, name: str, damaged: str = "") -> None:
-    """Replace it by a link to itself elsewhere; what is behind the link may be damaged."""
+    """Replace a name by a link to the same content elsewhere; the file `damaged` behind the link is cut short."""
     if damaged:
         path = place.path(damaged)
         path.write_bytes(path.read_bytes()[:-9])

@@ -59,7 +59,7 @@ def cases() -> Cases:
 
 @curried
 def in_shards(place: Place, remake: Remake, name: str) -> None:
-    """Do it to the first shards of train and of validation."""
+    """Change the first shards of train and of validation."""
     for shard in ("train-00000", "validation-00000"):
         with place.shard(shard) as file:
             remake(file, name)
@@ -203,7 +203,7 @@ def header_of(path: Path) -> tuple[Header, bytes]:
 
 
 def write_safetensors(path: Path, header: Header | bytes, data: bytes, size: int | None = None) -> None:
-    """Write one; `size` is what it says its header has."""
+    """Write a safetensors file; `size` is what it states as the size of its header."""
     spelled = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(spelled) if size is None else size) + spelled + data)
 

@@ -157,7 +157,7 @@ def workshop(tmp_path: Path) -> Workshop:
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], set[str]]]:
-    """Plant faults as KDTRAIN_FAULT does; what is returned holds those that have fired."""
+    """Plant faults as KDTRAIN_FAULT does; the returned set holds the faults that have fired."""
 
     def plant(text: str) -> set[str]:
         monkeypatch.setenv("KDTRAIN_FAULT", text)

@@ -43,7 +43,7 @@ def test_the_student_of_a_run_is_published_whole(run, hub, private):
 
 
 def card_of(folder) -> str:
-    """Return what is published as the README.md of an export."""
+    """Return the text that is published as the README.md of an export."""
     return student_card(folder, [path.name for path in folder.iterdir()])
 
 

@@ -259,7 +259,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def wait_for_shards(folder: Path, number: int) -> dict[str, bytes]:
-    """Wait for so many shards, and return what is published."""
+    """Wait for so many shards, and return the published files."""
     until = time.monotonic() + 300
     while len(found := [*folder.glob("shards/*.json")]) < number:
         assert time.monotonic() < until, f"{len(found)} shards"
