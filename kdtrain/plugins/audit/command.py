@@ -69,7 +69,7 @@ def main(config: AuditConfig) -> int:
 
 
 def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
-    """Score rows of the cache again: a plain record of the verdict, and of what explains it where a test fails.
+    """Score rows of the cache again; return a plain record of the verdict, and the best explanation where a test fails.
 
     UsageError: the teacher cannot score this cache. RunError: a shard cannot be read.
     """

@@ -203,7 +203,7 @@ def _append(group: h5py.Group, name: str, value: Any) -> None:
 
 
 def _write_raw(group: h5py.Group, step: int, operand: Tensor) -> bool:
-    """Store an operand [rows, columns] of a step, within the bounds; True if it is cut."""
+    """Store an operand [rows, columns] of a step, within the bounds; return True if it is cut."""
     rows, columns = operand.shape
     kept = min(rows, max(1, RAW_ELEMENTS // columns))
     picked = torch.arange(kept, device=operand.device) * rows // kept

@@ -104,7 +104,7 @@ class Scores:
             self._read()
 
     def complete(self, teacher: LocalTeacher, reader: CacheReader, batch: int, depth: bool, shown: Any) -> None:
-        """Score what is not scored yet, a batch of sequences after the other; `depth`: the layers too.
+        """Score the missing sequences, one batch after the other; `depth`: the layers too.
 
         shown: a progress bar, over `work(depth)`.
         """

@@ -89,7 +89,10 @@ def _head(manifest: Manifest, outputs: str, preview: bool) -> Iterator[str]:
 
 
 def _write_preview(cache: "kd.Cache", path: Path) -> bool:
-    """Write the preview, a row a sequence, with its text, the label's log p and the best entries. False: it cannot."""
+    """Write the preview, a row a sequence, with its text, the label's log p and the best entries.
+
+    Return False if it cannot be written.
+    """
     from kdtrain.models.tokenizer import load_tokenizer
 
     try:

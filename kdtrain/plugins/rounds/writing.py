@@ -59,7 +59,10 @@ class Interrupted(Exception):
 
 @torch.no_grad()
 def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
-    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training; the student is in evaluation mode."""
+    """Compute the labels' log p [B, T] at T = 1, fp32, by the forward of training.
+
+    The student is in evaluation mode.
+    """
     tokens_BT1 = tokens_BT1.to(student.device)
     mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     hidden_ND = student.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))

@@ -121,7 +121,7 @@ class ServedTeacher(Preflight):
             raise UsageError(f"{self.name}: give --teacher-server URL, the address of the server that runs it")
 
     def check(self, seq_len: int, document_mask: bool) -> None:
-        """Keep what decides the prompts; the server's own length is looked at by `begin`."""
+        """Keep what decides the prompts; `begin` checks the server's own length."""
         self.length = seq_len + 1
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
