@@ -73,7 +73,7 @@ MARKERS = {"float32": "o", "bfloat16": "s"}
 
 
 def write_all(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:
-    """Write NAME.png for each figure, or its other formats; where they are."""
+    """Write NAME.png for each figure, or its other formats; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, made in figures.items():

@@ -155,7 +155,7 @@ NUMBERS = torch.ones(100_000)
 
 
 def add_in_threads() -> list[str]:
-    """Add in eight threads that begin at once; their errors."""
+    """Add in eight threads that begin at once; return their errors."""
     errors, start = [], threading.Barrier(8)
 
     def add() -> None:

@@ -164,7 +164,7 @@ class Record:
         self._print(f"{name}: {json.dumps(value)[:600]}")
 
     def finish(self) -> int:
-        """Write the record, and print goals and what is left; 1 where something failed, else 0."""
+        """Write the record, and print goals and what is left; return 1 where something failed, else 0."""
         self.data["finished"] = not self.data["left"]
         write(self.path, self.data)
         for goal in () if self.options.tiny else self.goals:

@@ -25,7 +25,7 @@ def live(workbench, tmp_path):
 
 @pytest.fixture(params=["manifest.json", "state.json", "shard-00001-00001.safetensors", "loaded"])
 def pruned(request, live, monkeypatch):
-    """Step 4 becomes the best, and step 2 is pruned, just before a file of it is read for the first time."""
+    """Make step 4 the best and prune step 2, just before a file of it is read for the first time."""
     checkpoints = live.root / "run/checkpoints"
 
     def prune(path):

@@ -115,7 +115,7 @@ class Bench:
         return done
 
     def begin(self, *argv: object, world: int = 1, **environment: str) -> list[int]:
-        """Start `kdtrain ARGV`; the ids of its processes. Nothing else may be started before its `end`."""
+        """Start `kdtrain ARGV`; return the ids of its processes. Nothing else may be started before its `end`."""
         self._words = [str(word) for word in argv]
         return self.server.begin(_program(), self._words, self.root, self.root / "said", world, **environment)
 

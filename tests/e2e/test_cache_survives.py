@@ -96,7 +96,7 @@ def test_a_cache_killed_five_times_at_random_moments_is_the_undisturbed_one(benc
 
 
 def _killed(bench, folder: Path, seconds: float) -> bool:
-    """Run the command and kill it so long after its lock; whether it was still running."""
+    """Run the command and kill it so long after its lock; return whether it was still running."""
     for lock in folder.glob(".building-*"):
         lock.unlink()  # of the command killed before
     (process,) = bench.begin(*_command(bench, folder.name))

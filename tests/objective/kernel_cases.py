@@ -87,7 +87,7 @@ def spread(
     heated: bool = True,
     at_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Run `tail_grad`; what it should write to `out_RV`, in fp32, and the size of the parts it is summed from."""
+    """Run `tail_grad`; return what it should write to `out_RV`, in fp32, and the size of the parts of its sum."""
     device, (rows, size) = z_RV.device, z_RV.shape
     g, inverse = torch.Generator().manual_seed(1), torch.tensor(beta, device=device)
     top_R, mass_R, mass_beta_R, _ = reduce_logits(z_RV, inverse, True, False)

@@ -107,7 +107,7 @@ def _case(case: matrix.Case, wholes: Wholes) -> dict[str, Any]:
 def _random_kills(
     choose: random.Random, kills: int, every: list[matrix.Options], wholes: Wholes
 ) -> tuple[list[dict[str, Any]], int]:
-    """Kill runs of random ones of `every` options after random times until `kills` have hit; what they differed in."""
+    """Kill runs of random ones of `every` options after random times until `kills` have hit; return the differences."""
     found, killed, number = [], 0, 0
     while killed < kills:
         options, number = choose.choice(every), number + 1
