@@ -73,7 +73,7 @@ MARKERS = {"float32": "o", "bfloat16": "s"}
 
 
 def write_all(folder: Path, dpi: int = 130, formats: tuple[str, ...] = ("png",), **figures: Figure) -> list[Path]:
-    """Write NAME.png for each figure, or its other formats; where they are."""
+    """Write NAME.png for each figure, or its other formats; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, made in figures.items():
@@ -90,7 +90,7 @@ def draw_objective(record: Record, folder: Path) -> list[Path]:
 
 
 def objective(record: Record) -> Figure:
-    """A row a side, a point a shape and dtype: time and peak memory over cross-entropy's."""
+    """Draw time and peak memory of each side over cross-entropy's: a row a side, a point a shape and dtype."""
     rows = [row for row in record["figures"].values() if "cross-entropy" in row.get("sides", {})]
     figure, [[time, memory]] = figure_of(10, 4.4, 1, 2, sharey=True)
     _ratios(time, rows, "seconds", "time over compiled cross-entropy's")
@@ -119,13 +119,13 @@ def objective(record: Record) -> Figure:
 
 
 def _ratio(row: Record, side: str, key: str) -> float | None:
-    """A side over cross-entropy, or None if it was not measured."""
+    """Return the ratio of a side to cross-entropy, or None if it was not measured."""
     own, base = row["sides"].get(side, {}).get(key), row["sides"]["cross-entropy"].get(key)
     return own / base if own is not None and base else None
 
 
 def _ratios(axes: Axes, rows: list[Record], key: str, label: str) -> None:
-    """A faint line over the extent of each side's ratios, and a point each."""
+    """Draw a faint line over the extent of each side's ratios, and a point for each ratio."""
     for place, (side, (_, color)) in enumerate(SIDES.items()):
         found = [(value, row) for row in rows if (value := _ratio(row, side, key)) is not None]
         if not found:
@@ -169,7 +169,7 @@ def draw_precision(result: Record, folder: Path) -> list[Path]:
 
 
 def bands(quantized: Sequence[float]) -> list[tuple[float, float]]:
-    """Where stretches of quantised steps begin and end; step 1 is from 0.5 to 1.5."""
+    """Return the begin and end of each stretch of quantised steps; step 1 is from 0.5 to 1.5."""
     found: list[tuple[float, float]] = []
     for step, each in enumerate(quantized, 1):
         if each and found and found[-1][1] == step - 0.5:
@@ -180,7 +180,7 @@ def bands(quantized: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _above(axes: Axes, result: Record, kind: str) -> None:
-    """One kind: each seed's loss above that of bf16, smoothed, over bands where the first seed was quantised."""
+    """Draw one kind: each seed's loss above that of bf16, smoothed, over bands where the first seed was quantised."""
     high = {run["seed"]: run["loss"] for run in result["runs"] if run["kind"] == "bf16"}
     own = [run for run in result["runs"] if run["kind"] == kind]
     for start, end in bands(own[0]["quantized"]):
@@ -287,9 +287,10 @@ BELOW = {**{Run(cache=cache): -10 for cache in ("i12", "i40", "k50")}, Run(cache
 
 
 def quality_gap(record: Record) -> Figure | None:
-    """The share of the gap between cross-entropy and whole distributions against the bytes a token.
+    """Draw the closed share of the gap between cross-entropy and whole distributions against the bytes a token.
 
-    Left the students of `final` beside the published ones, right what the caches of `tails` close earlier, at seed 0.
+    On the left are the students of `final` beside the published ones, on the right the caches of `tails`, at seed 0 and
+    earlier in training.
     """
     final, first = ([run for run in STUDIES[name]() if gap(record, run)] for name in ("final", "tails"))
     if not final:
@@ -324,7 +325,7 @@ def quality_gap(record: Record) -> Figure | None:
 
 
 def _closed(axes: Axes, record: Record, run: Run, shares: list[float], words: str) -> None:
-    """A student of `quality_gap`: mean and standard error over `shares`, in percent, at its bytes a token."""
+    """Draw a student of `quality_gap`: mean and standard error over `shares`, in percent, at its bytes a token."""
     size = record["caches"][run.source]["bytes_per_token"]
     mean = 100 * statistics.mean(shares)
     error = 100 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else 0
@@ -336,7 +337,7 @@ def _closed(axes: Axes, record: Record, run: Run, shares: list[float], words: st
 
 
 def quality_calibration(record: Record) -> Figure | None:
-    """Accuracy less confidence in 15 bins of confidence, all seeds together."""
+    """Draw accuracy less confidence in 15 bins of confidence, all seeds together."""
     runs = [run for run in CALIBRATED if seeds(record, run)]
     if not runs:
         return None
@@ -358,7 +359,7 @@ def quality_calibration(record: Record) -> Figure | None:
 
 
 def quality_temperature(record: Record) -> Figure | None:
-    """T over the training of each learned mode."""
+    """Draw T over the training of each learned mode."""
     runs = [run for run in STUDIES["temperatures"]() if "--temperature-mode" in run.options and seeds(record, run)]
     if not runs:
         return None
@@ -376,7 +377,7 @@ def quality_temperature(record: Record) -> Figure | None:
 
 
 def quality_time(record: Record) -> Figure | None:
-    """Validation loss against tokens and against the time that they take on the machine of the record."""
+    """Draw validation loss against tokens, and against the time that they take on the machine of the record."""
     sides = [(run, name) for run, name in TIMED.items() if seeds(record, run)]
     if not sides or "speed" not in record:
         return None

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def download(names: Iterable[str], folder: Path) -> None:
-    """Have pip put the wheels of these packages into a folder, without what they require."""
+    """Download the wheels of these packages to a folder by pip, without what they require."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", MACHINE["python_version"], "--implementation", "cp", *platforms]
@@ -88,14 +88,14 @@ def pack(out: Path, present: set[str]) -> int:
 
 
 def roots() -> set[str]:
-    """What kdtrain and its extras require."""
+    """Return the packages that kdtrain and its extras require."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = project["dependencies"] + [line for extra in EXTRAS for line in project["optional-dependencies"][extra]]
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
 def required(wheel: Path) -> set[str]:
-    """What a wheel requires on the machine."""
+    """Return the packages that a wheel requires on the machine."""
     with zipfile.ZipFile(wheel) as content:
         (metadata,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
         lines = message_from_bytes(content.read(metadata)).get_all("Requires-Dist", [])

@@ -86,14 +86,14 @@ def main() -> int:
 
 
 def filled(name: str) -> dict[Path, str]:
-    """The pages of one kind of record, with its tables as the records have them."""
+    """Return the pages of one kind of record, with its tables as the records have them."""
     return placed(current(name), PAGES[name])
 
 
 def placed(blocks: Mapping[str, str], pages: Sequence[Path]) -> dict[Path, str]:
-    """The texts of `pages`, with each block between its markers in the first that has them, and its links from there.
+    """Return the texts of `pages`, with each block between its markers in the first page that has them.
 
-    ValueError: no page has the markers of a block.
+    Links are relative to that page. ValueError: no page has the markers of a block.
     """
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     for name, block in blocks.items():
@@ -104,7 +104,7 @@ def placed(blocks: Mapping[str, str], pages: Sequence[Path]) -> dict[Path, str]:
 
 
 def current(name: str) -> dict[str, str]:
-    """The tables of the records that there are, by their markers."""
+    """Return the tables of the records that exist, by their markers."""
     if name == "quality":
         return quality_tables.blocks(_record("quality"))
     if name == "gpu":
@@ -125,7 +125,7 @@ def _record(name: str) -> dict[str, Any]:
 
 
 def fill(page: str, block: str, name: str) -> str:
-    """`page` with `block` between the markers `name`. ValueError: it has none."""
+    """Replace in `page` the text between the markers `name` by `block`. ValueError: it has none."""
     before, begin, rest = page.partition(f"<!-- {name} -->")
     _, end, after = rest.partition(f"<!-- /{name} -->")
     if not (begin and end):
@@ -134,7 +134,7 @@ def fill(page: str, block: str, name: str) -> str:
 
 
 def prune(record: dict[str, Any]) -> str:
-    """Losses of the beginnings of a student, before and after distillation."""
+    """Tabulate the losses of the beginnings of a student, before and after distillation."""
     settings, rows = record["settings"], list[list[str]]()
     for kind, row in record["kinds"].items():
         if row["after"] is not None:
@@ -154,7 +154,10 @@ def prune(record: dict[str, Any]) -> str:
 
 
 def alpha(record: dict[str, Any]) -> str:
-    """Students at fixed alphas and by withheld text, in each regime, and what auto costs against the better of two."""
+    """Tabulate students at fixed alphas and by withheld text, in each regime.
+
+    A last column has what auto costs against the better of two.
+    """
     found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
     for run in record["runs"]:
         found.setdefault(run["regime"], {}).setdefault(run["alpha"], {})[run["seed"]] = run
@@ -179,12 +182,15 @@ def alpha(record: dict[str, Any]) -> str:
 
 
 def _signed(value: float) -> str:
-    """A difference in nats; 0 without a minus."""
+    """Format a difference in nats; 0 without a minus."""
     return f"{round(value, 3) + 0.0:+.3f}"
 
 
 def _student(runs: Mapping[int, dict[str, Any]]) -> str:
-    """Loss of the best students of an arm, that of the last ones where it is higher, and ECE; nothing without runs."""
+    """Format the loss of the best students of an arm, that of the last ones where it is higher, and ECE.
+
+    It is empty without runs.
+    """
     if not runs:
         return ""
     best, last = (statistics.mean(each[name] for each in runs.values()) for name in ("loss", "last_loss"))
@@ -194,7 +200,7 @@ def _student(runs: Mapping[int, dict[str, Any]]) -> str:
 
 
 def lora(record: dict[str, Any]) -> str:
-    """All weights, a frozen head and adapters beside each other."""
+    """Tabulate all weights, a frozen head and adapters beside each other."""
     settings, whole, rows = record["settings"], record["kinds"]["all weights"], list[list[str]]()
     for kind, row in record["kinds"].items():
         merged = row.get("merged_validation_loss")
@@ -231,7 +237,7 @@ def lora(record: dict[str, Any]) -> str:
 
 
 def variants(record: dict[str, Any]) -> str:
-    """Other warm-ups and alphas, and adapters in the time of all weights."""
+    """Tabulate other warm-ups and alphas, and adapters in the time of all weights."""
     usual = {kind: _spread(row["losses"]) for kind, row in record["kinds"].items()}
     kinds = [*dict.fromkeys(each["kind"] for each in record["variants"])]
     names = [*dict.fromkeys(each["variant"] for each in record["variants"])]
@@ -251,7 +257,7 @@ def variants(record: dict[str, Any]) -> str:
 
 
 def find_lr(record: dict[str, Any]) -> str:
-    """What the search suggests beside the best of seven rates, and beside a range test."""
+    """Tabulate what the search suggests beside the best of seven rates, and beside a range test."""
     rows = []
     for kind, row in record["kinds"].items():
         grid = ", ".join(f"{each['lr']:g}: {_loss_of(each['loss'])}" for each in row["grid"])
@@ -293,7 +299,7 @@ def _loss_of(loss: float | None) -> str:
 
 
 def _measured(record: dict[str, Any], name: str) -> str:
-    """With what, and where all numbers are."""
+    """Name the precision, machine and date of a record, and the file with all numbers."""
     of = record["environment"]
     return (
         f"{of['precision']} on {of['cpu']}, torch {of['torch']}, {of['date']}; all runs are in "
@@ -302,7 +308,7 @@ def _measured(record: dict[str, Any], name: str) -> str:
 
 
 def gpu_records(folder: Path = GPU) -> dict[str, dict[str, Any]]:
-    """The records there are, by section. ValueError: one that says nothing about a GPU."""
+    """Read the records that exist, by section. ValueError: one says nothing about a GPU."""
     found = {}
     for name in SECTIONS:
         path = folder / f"{name}.json"
@@ -314,7 +320,7 @@ def gpu_records(folder: Path = GPU) -> dict[str, dict[str, Any]]:
 
 
 def gpu(found: Mapping[str, dict[str, Any]]) -> str:
-    """The page of performance: the goals that have a figure, one line on the others, and the figures by section."""
+    """Write the page of performance: the goals with a figure, one line on the others, and the figures by section."""
     lines, verdicts, open_goals = [], [], {}
     for name in SECTIONS:
         goals = importlib.import_module(f"benchmarks.performance.{name}").GOALS
@@ -348,7 +354,7 @@ def gpu(found: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _section(name: str, record: dict[str, Any]) -> list[str]:
-    """The figures of one section, and what they were measured on."""
+    """Write the figures of one section, and the machine and versions of their measurement."""
     of, figures = record["machine"], record["figures"]
     places = [place for place in COLUMNS if any(find(figure, place) is not None for figure in figures.values())]
     rows = {name: [cell(figure, place) for place in places] for name, figure in figures.items()}
@@ -374,13 +380,16 @@ def _section(name: str, record: dict[str, Any]) -> list[str]:
 
 
 def cell(figure: Mapping[str, Any], place: str) -> str:
-    """A number of a figure, and its standard deviation over the rounds where it has one."""
+    """Format a number of a figure, and its standard deviation over the rounds where it has one."""
     value, spread = find(figure, place), deviation(figure, place)
     return number(value) + ("" if value is None or spread is None else f" ± {number(float(f'{spread:.2g}'))}")
 
 
 def deviation(figure: Mapping[str, Any], place: str) -> float | None:
-    """The standard deviation over its rounds of a ratio or of a rate; None of other numbers, and of one round."""
+    """Compute the standard deviation over its rounds of a ratio or of a rate.
+
+    None: another number, or one round.
+    """
     value, sides = find(figure, place), [*figure.get("seconds", {}).values()]
     if place in ROUNDS and len(sides) > 1:
         first, second = (sides[number] for number in ROUNDS[place])
@@ -396,14 +405,14 @@ def deviation(figure: Mapping[str, Any], place: str) -> float | None:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits; integers only for values that are integers."""
+    """Format four significant digits; integers only for values that are integers."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1e4 or float(value).is_integer() else f"{value:.4g}"
 
 
 def objective(loss: Mapping[str, Any], step: Mapping[str, Any]) -> str:
-    """The tables of the objective alone and of whole steps, and the goals."""
+    """Write the tables of the objective alone and of whole steps, and the goals."""
     machine, students = loss["machine"], step["figures"]
     rows = [row for row in loss["figures"].values() if "sides" in row]
     compared = [row for row in rows if "cross-entropy" in row["sides"]]
@@ -450,7 +459,7 @@ def _step(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _goals(rows: list[dict[str, Any]], students: Mapping[str, Any]) -> Iterator[str]:
-    """One line a goal: in how many cases it is met, and those that miss it."""
+    """Yield one line a goal: in how many cases it is met, and those that miss it."""
     for key, bound, what in (("seconds", TIME, "time"), ("peak_mib", MEMORY, "peak memory")):
         cases = {
             f"{_name(row)} K={side[10:].rpartition('-')[2]}": row["sides"][side][key]

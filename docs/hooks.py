@@ -31,7 +31,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
 def place(path: str) -> str:
-    """Where the site has a file of the repository; both relative to their roots."""
+    """Return the place on the site of a file of the repository; both are relative to their roots."""
     if path == "README.md":
         return "index.md"
     inside = path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
@@ -39,13 +39,13 @@ def place(path: str) -> str:
 
 
 def targets(text: str, home: str) -> list[str]:
-    """The files of the repository that the page `home` links to."""
+    """List the files of the repository that the page `home` links to."""
     found = [os.path.normpath(Path(home).parent / path) for _, path, _ in LINK.findall(text)]
     return [each for each in found if (ROOT / each).is_file()]
 
 
 def moved(text: str, home: str) -> str:
-    """The page `home` with its links as the site has them; a label that is a path becomes the page's title."""
+    """Return the page `home` with its links as the site has them; a label that is a path becomes the page's title."""
 
     def link(match: re.Match[str]) -> str:
         path = os.path.normpath(Path(home).parent / match[2])
@@ -58,13 +58,13 @@ def moved(text: str, home: str) -> str:
 
 
 def title(path: str) -> str:
-    """The first heading of a page of the repository."""
+    """Return the first heading of a page of the repository."""
     first = (ROOT / path).read_text().partition("\n")[0]
     return first.removeprefix("# ")
 
 
 def notebook(path: Path) -> str:
-    """A notebook as a page: text, code, and what it printed and drew."""
+    """Convert a notebook to a page: text, code, and what it printed and drew."""
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -82,7 +82,7 @@ def notebook(path: Path) -> str:
 
 
 def options() -> str:
-    """The options of every command, by section, as a page."""
+    """Write the page of the options of every command, by section."""
     lines = [
         "# Options",
         "",
@@ -102,7 +102,7 @@ def options() -> str:
 
 
 def _fields(kind: Any) -> list[tuple[Any, str, Any]]:
-    """Each field, its docstring, and its class if it is a section."""
+    """List each field, its docstring, and its class if it is a section."""
     parsed = [docstring_parser.parse_from_object(each).params for each in reversed(kind.__mro__[:-1])]
     texts = {param.arg_name: param.description or "" for params in parsed for param in params}
     hints = get_type_hints(kind)
@@ -114,7 +114,7 @@ def _fields(kind: Any) -> list[tuple[Any, str, Any]]:
 
 
 def _table(kind: Any, fields: list[tuple[dataclasses.Field[Any], str, Any]]) -> list[str]:
-    """The docstring of a class of options, and a row for each."""
+    """Write the docstring of a class of options, and a row for each option."""
     rows = [(f"`{flag(each.name)}`", _kind(each.type), _default(each), text) for each, text, _ in fields]
     return [inspect.getdoc(kind) or "", "", *_rows(["option", "takes", "default", ""], rows)]
 
@@ -143,7 +143,7 @@ def _rows(head: list[str], rows: Any) -> list[str]:
 
 
 def library() -> str:
-    """The names of the library, as directives of mkdocstrings."""
+    """List the names of the library, as directives of mkdocstrings."""
     import kdtrain
 
     parts = ["# Library", "The names of `import kdtrain as kd`."]
@@ -197,6 +197,6 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """The links of a page, as the site has them."""
+    """Replace the links of a page by the site's."""
     home = config["homes"].get(page.file.src_uri)
     return markdown if home is None else moved(markdown, home)

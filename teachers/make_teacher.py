@@ -102,19 +102,19 @@ def train(options: argparse.Namespace) -> Path:
 
 
 def recipe(steps: int, batch_size: int) -> dict[str, str]:
-    """The recipe for another number of steps: warm-up and decay stay the same parts of the whole."""
+    """Scale the recipe to another number of steps: warm-up and decay stay the same parts of the whole."""
     parts = ("--warmup-steps", "--decay-steps", "--checkpoint-freq", "--eval-freq")
     scaled = {name: str(max(round(int(RECIPE[name]) * steps / int(RECIPE["--steps"])), 1)) for name in parts}
     return RECIPE | scaled | {"--steps": str(steps), "--batch-size": str(batch_size)}
 
 
 def evaluate(spec: str, split: str) -> dict[str, Any]:
-    """Loss, perplexity and calibration of the published weights on all of a split."""
+    """Measure loss, perplexity and calibration of the published weights on all of a split."""
     return kdtrain("evaluate", "--student", spec, "--data", "stdlib", "--split", split, "--seq-len", str(SEQ_LEN))
 
 
 def card(run: Path, measured: dict[str, dict[str, Any]]) -> str:
-    """The model card, every number in it read from the run or measured."""
+    """Fill the model card, every number in it read from the run or measured."""
     described = kdtrain("inspect", str(run))
     checkpoint = kdtrain("inspect", str(run / "checkpoints" / described["best"]))
     options = checkpoint["options"]

@@ -19,7 +19,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train() -> Tokenizer:
-    """A byte-level BPE of exactly `VOCAB_SIZE` entries; no normalizer, so that no character is changed."""
+    """Train a byte-level BPE of exactly `VOCAB_SIZE` entries; no normalizer, so that no character is changed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -18,7 +18,7 @@ def write_text(path: Path) -> None:
 
 
 def capture(server: StandIn | str | list[str], out: str = "cache", top_k: int = 16, **options) -> kd.Cache:
-    """A small cache of what a server says."""
+    """Make a small cache of a server's answers."""
     urls = server.url if isinstance(server, StandIn) else server
     given = {"server_patience": 5.0, **{name: options.pop(name) for name in [*options] if name.startswith("server_")}}
     data = {"data": "text.txt", "seq_len": 24, "num_sequences": 10, "validation_sequences": 3, "num_workers": 0}
@@ -37,7 +37,7 @@ def capture(server: StandIn | str | list[str], out: str = "cache", top_k: int = 
 
 
 def rows(server: StandIn) -> list[dict]:
-    """The requests that were about rows of text."""
+    """Return the requests that were about rows of text."""
     return [body for body in server.bodies if body["prompt_logprobs"] == 16 and len(body["prompt"]) <= 25]
 
 
@@ -46,7 +46,7 @@ def content(folder: str) -> dict[str, bytes]:
 
 
 def begun(server: StandIn) -> None:
-    """A capture that was stopped after its first shard."""
+    """Make a capture that was stopped after its first shard."""
     capture(server)
     for path in [Path("cache/manifest.json"), *Path("cache/shards").glob("train-0000[12].*")]:
         path.unlink()

@@ -87,7 +87,7 @@ class Server:
         self._process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(self, *command: object, world: int = 1, folder: Path = ROOT, **environment: str) -> list[CompletedProcess]:
-        """`python COMMAND` in `folder`, once for each rank; the paths in COMMAND are absolute, or of a `-m` or `-c`."""
+        """Run `python COMMAND` in `folder`, once for each rank; paths in COMMAND are absolute, or of a `-m` or `-c`."""
         program, *argv = map(str, command)
         self.begin(Path(program), argv, folder, self._said, world, **environment)
         codes, _ = self.end()
@@ -99,7 +99,7 @@ class Server:
     ) -> list[int]:
         """Start `program` in `folder` and return the ids of its processes.
 
-        With a world of several ranks each has the environment that torchrun would give it. What they say goes to
+        With a world of several ranks each has the environment that torchrun would give it. Their output goes to
         SAID.RANK.out and SAID.RANK.err.
         """
         return self.begin_each(program, [(argv, folder)] * world, said, **environment)
@@ -107,7 +107,7 @@ class Server:
     def begin_each(
         self, program: Path, each: list[tuple[list[str], Path]], said: Path, **environment: str
     ) -> list[int]:
-        """`begin`, where each rank has arguments and a folder of its own."""
+        """Begin a program as `begin` does, with arguments and a folder for each rank."""
         ranks = zip(each, _ranks(len(each)) if len(each) > 1 else [{}], strict=True)
         places = [{"argv": a, "folder": f, "environment": environment | own} for (a, f), own in ranks]
         asked = {"program": program, "places": places, "said": said}
@@ -132,7 +132,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The process that forks, started when it is first asked for."""
+    """Start the process that forks, when it is first asked for."""
     server = Server(tmp_path_factory.mktemp("server") / "said")
     yield server
     server.close()
@@ -140,7 +140,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def run_ranks(server: Server, tmp_path: Path):
-    """`kdtrain.testing.run_ranks` in forks: run a script in several ranks, and return what each wrote to stdout."""
+    """Run a script in several ranks as `kdtrain.testing.run_ranks` does, in forks; return what each prints."""
 
     def run(script: Path, world: int, *argv: object) -> list[str]:
         said = tmp_path / "said"

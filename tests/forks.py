@@ -76,7 +76,7 @@ def warm_up() -> None:
 
 
 def become(program: str, place: dict, said: str) -> None:
-    """Be the program, as if it had been started, and end."""
+    """Run the program as if it had been started, and end."""
     for handle, path in enumerate((os.devnull, f"{said}.out", f"{said}.err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), handle)
     os.chdir(place["folder"])
@@ -123,7 +123,7 @@ def execute(program: str, argv: list[str]) -> None:
 
 
 def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: object) -> object:
-    """A back end of `torch.compile` that generates no code, whatever its options are."""
+    """Run a graph of `torch.compile` without generating code, whatever its options are."""
     return aot_eager(graph, inputs)
 
 

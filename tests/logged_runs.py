@@ -11,7 +11,7 @@ DIGEST = "ab" * 32
 
 
 def write_run(folder: Path, final: float = 2.0, seed: int = 0, ended: bool = True, **options: Any) -> Path:
-    """A run of 40 steps of 100 tokens, validated at each tenth, whose validation loss falls to `final`.
+    """Write a run of 40 steps of 100 tokens, validated at each tenth, whose validation loss falls to `final`.
 
     options: of the section objective, but for `cache` and `steps`.
     """
@@ -64,7 +64,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def write_three(parent: Path) -> list[Path]:
-    """Two seeds of one setup, and a run of another that was resumed, rolled back and switched."""
+    """Write two seeds of one setup, and a run of another that was resumed, rolled back and switched."""
     found = [write_run(parent / f"a{seed}", 2 + seed / 100, seed) for seed in range(2)]
     found.append(write_run(parent / "b", 2.9, alpha=0.5))
     events = [
@@ -80,7 +80,7 @@ def write_three(parent: Path) -> list[Path]:
 
 
 def wandb_records(folder: Path, ended: bool = False) -> list[list[Any]]:
-    """What the package wandb wrote offline for a run, a list of its records for each start, oldest first.
+    """Read what the package wandb wrote offline for a run, a list of its records for each start, oldest first.
 
     ended: wait until each has its end, which a process of the package writes, later on a busy machine.
     """
@@ -93,13 +93,13 @@ def wandb_records(folder: Path, ended: bool = False) -> list[list[Any]]:
 
 
 def wandb_history(records: list[Any]) -> list[dict[str, Any]]:
-    """What each `log` of a start gave, by its name."""
+    """Return what each `log` of a start gave, by its name."""
     logged = [each.history.item for each in records if each.HasField("history")]
     return [{each.key or ".".join(each.nested_key): json.loads(each.value_json) for each in items} for items in logged]
 
 
 def _records(data: bytes) -> Iterator[Any]:
-    """The records of a log in LevelDB's format, behind a header of seven bytes."""
+    """Read the records of a log in LevelDB's format, behind a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     at, part = 7, b""

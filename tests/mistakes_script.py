@@ -14,11 +14,11 @@ HEAVY = ("torch", "transformers", "datasets", "h5py", "numpy", "pyarrow", "matpl
 
 
 class Refuse:
-    """A finder that refuses what is heavy."""
+    """A finder that refuses heavy modules."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Nothing; ModuleNotFoundError for what is heavy."""
+        """Find nothing; raise ModuleNotFoundError for a heavy module."""
         if name.split(".")[0] in HEAVY:
             raise ModuleNotFoundError(f"refused: {name}")
         return None

@@ -88,7 +88,6 @@ class StandIn:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def close(self) -> None:
-        """Stop."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -105,7 +104,7 @@ class StandIn:
             return fault
 
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-        """log p [n, V] in fp32 of the next token of each."""
+        """Compute log p [n, V] in fp32 of the next token of each."""
         with self._forward, torch.no_grad():
             key = (id(self.model), *tokens)
             if key not in self._logits:
@@ -113,7 +112,7 @@ class StandIn:
             return (self._logits[key] / temperature).log_softmax(-1)
 
     def tables(self, tokens: list[int], entries: int, fault: str, salt: str | None, body: dict[str, Any]) -> list[Any]:
-        """`prompt_logprobs` of a prompt."""
+        """Return the `prompt_logprobs` of a prompt."""
         asked = SampleRequest.from_args(body.get("vllm_xargs")) if self.plugin else None
         if asked is not None:
             return self._samples(tokens, asked, fault)
@@ -153,7 +152,7 @@ class StandIn:
         return found
 
     def _samples(self, tokens: list[int], asked: SampleRequest, fault: str) -> list[Any]:
-        """What the plugin makes of the logits."""
+        """Sample the logits as the plugin does."""
         if fault == "row":
             asked = msgspec.structs.replace(asked, row=asked.row + 1)
         with self._forward, torch.no_grad():
@@ -168,7 +167,7 @@ class StandIn:
         return [None, *words]
 
     def write(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
-        """A choice with a text that is drawn as asked, and what the model says of each of its tokens."""
+        """Return a choice with a text that is drawn as asked, and the model's log p of each of its tokens."""
         generator, tokens, ids, tables = torch.Generator().manual_seed(body["seed"]), [*body["prompt"]], [], []
         ends = {*body["stop_token_ids"], *self.ends}
         while len(ids) < body["max_tokens"] and not ends & {*ids}:
@@ -199,7 +198,7 @@ class StandIn:
 
 @contextmanager
 def standing_in(*args: Any, **options: Any) -> Iterator[StandIn]:
-    """A server for the block."""
+    """Start a server for the block."""
     server = StandIn(*args, **options)
     try:
         yield server
@@ -209,7 +208,7 @@ def standing_in(*args: Any, **options: Any) -> Iterator[StandIn]:
 
 class _Quiet(ThreadingHTTPServer):
     def handle_error(self, *_: Any) -> None:
-        """Say nothing: clients go away, and faults break connections."""
+        """Print nothing: clients disconnect, and faults break connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -345,7 +344,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _refusal(self, body: dict[str, Any]) -> tuple[Any, int] | None:
-        """What vLLM says of a request that it cannot serve, and the code."""
+        """Return vLLM's refusal of a request that it cannot serve, and the code."""
         served, prompt = self.server_of, body["prompt"]
         flat = prompt[0] if isinstance(prompt[0], list) else prompt
         if body["model"] != served.name:

@@ -303,7 +303,7 @@ def test_all_removed_options_of_a_file_at_other_values_are_named_at_once(tmp_pat
 
 
 def ended(monkeypatch, capsys, action, argv=("inspect", "--hardware")):
-    """The exit code and stderr of a command that runs `action`."""
+    """Return the exit code and stderr of a command that runs `action`."""
     stage = types.ModuleType("kdtrain.commands.inspect")
     stage.main = action
     monkeypatch.setitem(sys.modules, "kdtrain.commands.inspect", stage)

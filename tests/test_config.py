@@ -36,7 +36,7 @@ def distill(**changes):
 
 
 def flags(kind):
-    """Every option of a command with its section."""
+    """List every option of a command with its section."""
     return [(each.name, section) for section, each in fields_of(kind)]
 
 

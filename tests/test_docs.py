@@ -67,7 +67,7 @@ def blocks(page: Path, kind: str = "") -> list[str]:
 
 @functools.cache
 def nodes() -> list[ast.AST]:
-    """The syntax of all code of the package."""
+    """Parse the syntax of all code of the package."""
     return [node for path in (ROOT / "kdtrain").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
 
 
@@ -75,7 +75,7 @@ cli.COMMANDS.help()  # imports the plugins
 
 
 def commands(pages: list[Path] = PAGES) -> list[str]:
-    """The commands in blocks of code, fenced or indented, that can be typed as they stand."""
+    """List the commands in blocks of code, fenced or indented, that can be typed as they stand."""
     lines = []
     for page in pages:
         lines += [line for block in blocks(page, "(?:sh)?") for line in block.replace("\\\n", " ").splitlines()]
@@ -149,7 +149,7 @@ def test_every_link_into_the_repository_has_a_target(page):
 
 @functools.cache
 def kinds_of_events() -> set[str]:
-    """The kinds in the calls of `event`, `warning` and `warn_early`, and of functions that pass their `kind` on."""
+    """Find the kinds in calls of `event`, `warning` and `warn_early`, and of functions that pass their `kind` on."""
     position = {"event": 0, "warning": 0, "warn_early": 0, "_warn": 0}
     for node in nodes():
         if isinstance(node, ast.FunctionDef) and "kind" in (names := [each.arg for each in node.args.args]):
@@ -163,7 +163,7 @@ def kinds_of_events() -> set[str]:
 
 
 def argument(call: ast.Call, position: dict[str, int]) -> list[ast.expr]:
-    """The argument of a call that is the kind of an event, if it is such a call."""
+    """Return the argument of a call that is the kind of an event, if it is such a call."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     owner = getattr(call.func, "value", None)
     if getattr(owner, "id", "") == "log" or isinstance(owner, ast.Call):  # a logger's warning is no event
@@ -285,7 +285,7 @@ def test_the_warnings_that_advice_names_are_written_by_a_run(name, known):
 
 
 def loaded_from_elsewhere(html: str) -> list[str]:
-    """What a browser would get from another host for a page; links that a reader follows are not among it."""
+    """Find what a browser would get from another host for a page, other than links that a reader follows."""
     tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", html)
     return [tag for tag in tags if re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag)]
 

@@ -20,7 +20,7 @@ TEACHER = ("--teacher", str(ROOT / "teachers" / "stdlib-5m.toml"), "--data", "st
 
 
 def alone(*command):
-    """How a Python command ends in a process of its own."""
+    """Run a Python command to its end, in a process of its own."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
@@ -32,7 +32,7 @@ def alone(*command):
 
 @pytest.fixture(scope="module")
 def run(server):
-    """What a Python command prints, on rank 0."""
+    """Return a function that runs a Python command and returns what it prints on rank 0."""
 
     def run(*command, **options):
         first, *others = server.run(*command, **options)
@@ -43,14 +43,14 @@ def run(server):
 
 
 def losses(printed):
-    """The numbers of the last line that begins with `losses`."""
+    """Read the numbers of the last line that begins with `losses`."""
     line = [each for each in printed.splitlines() if each.startswith("losses ")][-1]
     return [float(word) for word in line.split()[1:]]
 
 
 @pytest.fixture(scope="module")
 def material(run, tmp_path_factory):
-    """A cache of 64 sequences, a model with a tied head, and the losses of 4 steps of `kdtrain distill`."""
+    """Make a cache of 64 sequences and a model with a tied head, and the losses of 4 steps of `kdtrain distill`."""
     folder = tmp_path_factory.mktemp("examples")
     sizes = ("--seq-len", "32", "--num-sequences", "64", "--top-k", "12", "--precision", "fp32")
     run("-m", "kdtrain", "cache-teacher", *TEACHER, "--out", folder / "cache", *sizes)

@@ -23,7 +23,7 @@ for n in range({calls}):
 
 
 def run(fault, calls, log):
-    """A process that passes the point `here` several times and prints a number after each."""
+    """Run a process that passes the point `here` several times and prints a number after each."""
     environment = {**os.environ, "KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)}
     argv = [sys.executable, "-c", PROGRAM.format(calls=calls)]
     return subprocess.run(argv, env=environment, capture_output=True, text=True)
@@ -155,7 +155,7 @@ NUMBERS = torch.ones(100_000)
 
 
 def add_in_threads() -> list[str]:
-    """Add in eight threads that begin at once; their errors."""
+    """Add in eight threads that begin at once; return their errors."""
     errors, start = [], threading.Barrier(8)
 
     def add() -> None:

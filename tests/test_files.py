@@ -28,7 +28,10 @@ OF_MODULES = {"os", "shutil", "Path", "pathlib"}
 
 
 def removals(tree: ast.AST) -> list[str]:
-    """Calls that remove, replace or rename a file; `replace` of strings, dataclasses and tensors is something else."""
+    """Find calls that remove, replace or rename a file.
+
+    `replace` of strings, dataclasses and tensors is something else.
+    """
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil"):
@@ -69,7 +72,7 @@ def test_the_search_finds_every_kind_of_removal(line, counts):
 
 @pytest.fixture
 def strange(tmp_path):
-    """Paths that are not regular files, by kind."""
+    """Make paths that are not regular files, by kind."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "zero").symlink_to("/dev/zero")
@@ -266,7 +269,7 @@ def _refuse(*_, **__):
 
 @pytest.fixture
 def mounted(tmp_path):
-    """A folder on which another one of the same disk is mounted."""
+    """Return a folder on which another one of the same disk is mounted."""
     (tmp_path / "source").mkdir()
     target = tmp_path / "target"
     target.mkdir()

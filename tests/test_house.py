@@ -66,7 +66,7 @@ def room_of(name: str) -> str:
 
 
 def imported_names(tree: ast.AST, package: str) -> set[str]:
-    """Every dotted name that the module imports, in any way and at any depth."""
+    """Return every dotted name that the module imports, in any way and at any depth."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -81,27 +81,27 @@ def imported_names(tree: ast.AST, package: str) -> set[str]:
 
 
 def own_module(name: str, known: frozenset[str]) -> str:
-    """The module or room that an imported name lies in: `kdtrain.errors` for `kdtrain.errors.UsageError`."""
+    """Return the module or room of an imported name: `kdtrain.errors` for `kdtrain.errors.UsageError`."""
     while name not in known and name.count(".") > 1:
         name = name.rpartition(".")[0]
     return name if name in known or room_of(name) in STAIRCASE else "kdtrain"
 
 
 def imported_modules(name: str, tree: ast.AST, is_package: bool, known: frozenset[str] = NAMES) -> set[str]:
-    """kdtrain's own modules that one of them imports."""
+    """Return kdtrain's own modules that one of them imports."""
     package = name if is_package else name.rpartition(".")[0]
     return {own_module(each, known) for each in imported_names(tree, package) if each.split(".")[0] == "kdtrain"}
 
 
 def forbidden_imports(name: str, tree: ast.AST, is_package: bool, known: frozenset[str] = NAMES) -> list[str]:
-    """The imports of one module that go down the staircase."""
+    """List the imports of one module that go down the staircase."""
     room = room_of(name)
     above = {"kdtrain", *(STAIRCASE if room == "kdtrain" else STAIRCASE[: STAIRCASE.index(room) + 1])}
     return [each for each in sorted(imported_modules(name, tree, is_package, known)) if room_of(each) not in above]
 
 
 def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The largest sets of modules that all import each other, directly or through one another."""
+    """Find the largest sets of modules that all import each other, directly or through one another."""
 
     def reached(name: str) -> set[str]:
         found: set[str] = set()
@@ -319,7 +319,7 @@ ABOUT_A_MACHINE = re.compile(r"(?<![\w.~$/}>)*-])/(?:home|root|Users|work|worksp
 
 
 def texts() -> list[Path]:
-    """Every text file of the repository; what git ignores is left out by its place."""
+    """List every text file of the repository; what git ignores is left out by its place."""
     found = []
     for path in ROOT.rglob("*"):
         parts = path.relative_to(ROOT).parts
@@ -344,7 +344,7 @@ def test_the_parts_of_a_run_do_not_know_the_trainer_that_holds_them(path):
 
 
 def findings(text: str) -> list[str]:
-    """The lines that postpone work, or that name a path on one machine."""
+    """Find the lines that postpone work, or that name a path on one machine."""
     rules = [UNFINISHED, ABOUT_A_MACHINE]
     if len(ROOT.parts) > 2:
         rules.append(re.compile(re.escape(str(ROOT)) + r"(?![\w-])"))

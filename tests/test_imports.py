@@ -15,7 +15,7 @@ from kdtrain.plugins.loggers import TensorBoard
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An installation without extras."""
+    """Hide the extras, as in an installation without them."""
     for name in ("datasets", "pyarrow", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
 

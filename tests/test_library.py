@@ -48,7 +48,7 @@ WITH_AN_EXAMPLE = (
 
 @pytest.fixture
 def arguments():
-    """Messages as a library's: they name arguments."""
+    """Name arguments in messages, as a library's do."""
     errors.name_flags(False)
     yield
     errors.name_flags()
@@ -220,7 +220,7 @@ def student_of(vocab_size=300, temperature=1.0, **loss):
 
 
 def other_codec(fields, kind):
-    """The same sequences as a cache with fewer knots, or with more samples, has them."""
+    """Return the same sequences as a cache with fewer knots, or with more samples, has them."""
     number = fields["knots"].shape[-1]
     kept = [0, number - 1, number, 2 * number - 1]
     if kind == "knots":

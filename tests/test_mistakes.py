@@ -46,19 +46,19 @@ LIMIT = 0.5
 
 
 def table() -> dict[str, str]:
-    """The answer to each command line."""
+    """Read the answer to each command line."""
     pairs = [block.split("\n", 1) for block in GOLDEN.read_text().strip().split("\n\n")]
     return {line.removeprefix("$ kdtrain "): answer for line, answer in pairs}
 
 
 def words(line: str) -> list[str]:
-    """The words of a command line of the table."""
+    """Split a command line of the table into words."""
     return line.replace("...", RIGHT.get(line.split()[0], "")).split()
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    """A folder with a cache, a run, specs, texts and files of options."""
+    """Make a folder with a cache, a run, specs, texts and files of options."""
     root = tmp_path_factory.mktemp("mistakes")
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def bench(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(bench):
-    """What is printed for each line of the table where nothing heavy can be imported: code, text, seconds."""
+    """Return what is printed for each line of the table where nothing heavy can be imported: code, text, seconds."""
     lines = [*table(), "distill ...", "inspect cache/t"]
     done = subprocess.run(
         [sys.executable, HERE / "mistakes_script.py"],

@@ -27,7 +27,7 @@ REGISTRIES = {name: each for name, each in vars(choices).items() if isinstance(e
 
 
 def example(page: str) -> str:
-    """The Python of a page of docs."""
+    """Return the Python of a page of docs."""
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)[0]
 
 
@@ -169,7 +169,7 @@ def apart(events, number):
 
 
 def install(folder: Path, package: str, group: str, name: str, code: str) -> None:
-    """`package`, whose one module registers `name`, and its metadata, under `folder`."""
+    """Write `package`, whose one module registers `name`, and its metadata, to `folder`."""
     module = package.replace("-", "_")
     folder.mkdir(exist_ok=True)
     (folder / f"{module}.py").write_text(code)
@@ -186,14 +186,14 @@ def kdtrain(root: Path, packages: Path, *argv: object) -> subprocess.CompletedPr
 
 
 def forked(server, root: Path, packages: Path, *argv: object) -> subprocess.CompletedProcess[str]:
-    """`kdtrain`, in a fork of a process that has imported torch."""
+    """Run `kdtrain` in a fork of a process that has imported torch."""
     (done,) = server.run("-m", "kdtrain", *argv, folder=root, PYTHONPATH=str(packages))
     return done
 
 
 @pytest.fixture(scope="module")
 def bench(server, tmp_path_factory):
-    """A tiny teacher and student, text, a cache, and a folder with a package for each kind."""
+    """Make a tiny teacher and student, text, a cache, and a folder with a package for each kind."""
     root = tmp_path_factory.mktemp("registries")
     write_model_folder(root / "teacher", tiny_model("llama", 300, seed=1), tiny_tokenizer(300))
     shape = "".join(f"{key} = {json.dumps(value)}\n" for key, value in SHAPES["llama"].items())
@@ -220,7 +220,7 @@ def bench(server, tmp_path_factory):
 
 
 def trained(server, bench: Path, run: str, *argv: object, cache: str | None = "cache") -> list[dict]:
-    """The steps of a run of three with these options."""
+    """Train three steps with these options, and return their lines of the log."""
     source = ("--cache", cache) if cache and "--cache" not in argv else ()
     done = forked(
         *(server, bench, bench / "packages", "distill", *source, "--student", "student.toml", "--out", run),

@@ -24,7 +24,7 @@ BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 @functools.cache
 def train(kind: str, size: int = 600, more: str = "") -> PreTrainedTokenizerFast:
-    """A tokenizer of a kind, with about `size` entries; `more` is added to its training texts."""
+    """Train a tokenizer of a kind, with about `size` entries; `more` is added to its training texts."""
     texts = [*TEXTS, more] * 3
     special = {"eos_token": "</s>", "bos_token": "<s>", "additional_special_tokens": ["<|im_end|>"]}
     names = ["<s>", "</s>", "<|im_end|>"]
@@ -59,7 +59,7 @@ def _plain_bytes(backend: Tokenizer) -> Tokenizer:
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of many scripts, emoji with joiners and modifiers, digits, spaces, controls and rare characters, in NFC."""
+    """Make texts of many scripts, emoji with joiners, digits, spaces, controls and rare characters, in NFC."""
     chance = random.Random(seed)
     scripts = [(32, 127), (0xC0, 0x250), (0x400, 0x460), (0x5D0, 0x5EA), (0x600, 0x6FF), (0x900, 0x970)]
     scripts += [(0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1F6FF), (0x20, 0xD7FF), (0x10000, 0x10FFFF)]

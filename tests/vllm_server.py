@@ -35,7 +35,7 @@ class Vllm:
 
 @contextmanager
 def vllm(folder: Path, model: Path, *options: str, plugin: bool = False, port: int | None = None) -> Iterator[Vllm]:
-    """A server of `model` for the block; with the plugin it sees this clone as an installed kdtrain."""
+    """Start a server of `model` for the block; with the plugin it sees this clone as an installed kdtrain."""
     site = folder / "site" / "kdtrain-0.dist-info"
     site.mkdir(parents=True, exist_ok=True)
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -82,14 +82,14 @@ def _healthy(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Find a port that nobody listens at."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def worn(folder: Path) -> Path:
-    """The shipped teacher with its weights rounded to 8 bits, saved in `folder`."""
+    """Save the shipped teacher in `folder`, with its weights rounded to 8 bits."""
     import torch
 
     from kdtrain.models.loading import load_teacher

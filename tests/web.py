@@ -25,13 +25,13 @@ TOKEN = "hf_good"
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No waits between attempts, and short ones for a byte."""
+    """Remove the waits between attempts, and shorten those for a byte."""
     monkeypatch.setattr("urllib3.util.retry.Retry.get_backoff_time", lambda _: 0.001)
     monkeypatch.setattr("kdtrain.net.request.IDLE", 1.0)
 
 
 def with_hub(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's real client goes to `url`, and keeps what it fetches in `folder`."""
+    """Send the hub's real client to `url`, and let it keep what it fetches in `folder`."""
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_ENDPOINT", url)
@@ -59,7 +59,7 @@ class Repository:
         return name
 
     def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """The commit of a revision."""
+        """Return the commit of a revision."""
         if revision == "main":
             return self.commits[-1]
         return next((each for each in self.commits if each[0] == revision), None)
@@ -94,11 +94,11 @@ class Web:
         self._faults.append([end, fault, times])
 
     def heal(self) -> None:
-        """No faults."""
+        """Forget all faults."""
         self._faults.clear()
 
     def fault(self, path: str) -> str:
-        """The fault of this request, or nothing."""
+        """Return the fault of this request, or an empty text."""
         with self._lock:
             self.requests.append(path)
             for each in self._faults:
@@ -109,7 +109,7 @@ class Web:
         return ""
 
     def content(self, path: str) -> bytes | None:
-        """The bytes of a path of the folder."""
+        """Return the bytes of a path of the folder."""
         name = unquote(path).lstrip("/")
         if name in self.replaced:
             return self.replaced[name]
@@ -117,14 +117,13 @@ class Web:
         return found.read_bytes() if found is not None and found.is_file() else None
 
     def close(self) -> None:
-        """Stop."""
         self._server.shutdown()
         self._server.server_close()
 
 
 @contextmanager
 def serving(root: Path | None = None) -> Iterator[Web]:
-    """A server for the block."""
+    """Start a server for the block."""
     web = Web(root)
     try:
         yield web
@@ -243,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def _seen(self, name: str, code: str = "RepoNotFound") -> Repository | None:
-        """A repository that this client may see; None after an answer."""
+        """Return a repository that this client may see; answer and return None for another."""
         repository = self.server_web.hub.get(name)
         if repository is None or (repository.private and not self._known()):
             self._refuse(404 if self._known() else 401, code)

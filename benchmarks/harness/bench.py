@@ -53,7 +53,7 @@ class Tokens:
         return len(self.tokens)
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The sequences `indices`, every token of which counts."""
+        """Return the sequences `indices`, every token of which counts."""
         first, last = int(indices[0]), int(indices[-1])
         if np.array_equal(indices, np.arange(first, last + 1)):
             return held_batch(self.tokens[first : last + 1], None)  # a view: no copy and no wait
@@ -61,19 +61,19 @@ class Tokens:
 
 
 class Held(Tokens):
-    """A source that always gives the same batch of another, on the device, with its targets: a step reads nothing."""
+    """A source that always gives one batch of another source, on the device, with its targets: a step reads nothing."""
 
     def __init__(self, batch: Batch, facts: Facts) -> None:
         super().__init__(batch.tokens, batch.tokens.device)
         self.batch, self.facts = batch, facts
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The batch."""
+        """Return the held batch, whatever the indices."""
         return self.batch
 
 
 def held_batch(tokens_BT1: torch.Tensor, targets: Targets | None) -> Batch:
-    """A batch in which every token counts and every sequence is one document."""
+    """Make a batch in which every token counts and every sequence is one document."""
     mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     return Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), targets)
 
@@ -148,7 +148,7 @@ class Bench:
         self.stop = StopRequest()  # never entered: signals end a benchmark as they end any script
 
     def steps(self, source: Source, shuffled: bool = False) -> Callable[[], dict[str, float]]:
-        """A function that takes the next step over a source and returns its numbers; batches are read ahead.
+        """Return a function that takes the next step over a source and returns its numbers; batches are read ahead.
 
         The bench's temperature holds, or T = 1 for a source that is right at no other.
 
@@ -171,7 +171,7 @@ class Bench:
         return step
 
     def step(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """One optimizer step over its micro-batches.
+        """Take one optimizer step over its micro-batches.
 
         Raises:
             torch.OutOfMemoryError: it does not fit; unlike a run, a bench never halves the micro-batch, which would
@@ -188,7 +188,7 @@ class Bench:
         return result.metrics
 
     def restart(self, weights: dict[str, torch.Tensor]) -> None:
-        """Back to step 0: these weights, and an optimizer without state."""
+        """Return to step 0, with these weights and an optimizer without state."""
         with torch.no_grad():
             for name, own in self.trainer.student.model.named_parameters():
                 own.copy_(weights[name])
@@ -204,7 +204,7 @@ def make_cache(folder: Path, rows: list[Any], teacher: Any, codec: CodecSpec, se
 
 
 def codec_of(name: str, vocab_size: int) -> CodecSpec:
-    """The codec of a side: `dense`, `samples-50`, or a top-k as `12` or `sparse-12`."""
+    """Return the codec of a side: `dense`, `samples-50`, or a top-k as `12` or `sparse-12`."""
     if name == "dense":
         return CodecSpec(kind="dense", vocab_size=vocab_size)
     number = {"num_samples" if name.startswith("samples") else "top_k": int(name.rpartition("-")[2])}
@@ -212,19 +212,19 @@ def codec_of(name: str, vocab_size: int) -> CodecSpec:
 
 
 def teacher_of(model: SplitModel, mode: str, compile: bool) -> LocalTeacher:
-    """A teacher as a run prepares it: on a GPU its layers are compiled."""
+    """Prepare a teacher as a run does: on a GPU its layers are compiled."""
     teacher = LocalTeacher.of(model, mode)
     teacher.prepare(compile=compile)
     return teacher
 
 
 def online(source: Source, model: SplitModel, mode: str, compile: bool) -> Source:
-    """The sequences of a source, with whole distributions of a teacher at hand."""
+    """Return the sequences of a source, with whole distributions of a teacher at hand."""
     device, vocab_size = next(model.parameters()).device, min(source.facts.vocab_size, model.vocab_size)
     return build_source(source, device, vocab_size, teacher_of(model, mode, compile))
 
 
 def cached(folder: Path, device: torch.device, split: str = "train") -> Source:
-    """A split of a cache, on the device."""
+    """Open a split of a cache, on the device."""
     reader = CacheReader(folder, split)
     return build_source(CachedSource(reader), device, reader.manifest.vocab_size)

@@ -19,7 +19,10 @@ from kdtrain.errors import UsageError, name_flags
 
 
 def options(kind: type) -> Any:
-    """The configuration of class `kind` that this script's command line asks for; `--help` and a mistake end it."""
+    """Parse this script's command line into the configuration of class `kind`.
+
+    `--help` and a mistake end the process.
+    """
     name_flags()
     script, argv = Path(sys.argv[0]).stem, sys.argv[1:]
     if {"-h", "--help"} & {*argv}:
@@ -46,7 +49,7 @@ def kdtrain(*argv: str, **environment: str) -> dict[str, Any]:
 
 
 def environment(folder: Path) -> dict[str, Any]:
-    """Date, versions, processor and precision of a run; nothing that names a machine or a person."""
+    """Return date, versions, processor and precision of a run; nothing that names a machine or a person."""
     of_run = json.loads((folder / "environment.json").read_text())
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -76,6 +79,6 @@ def claim(out: Path, settings: Any) -> None:
 
 
 def stop(code: int, message: str) -> NoReturn:
-    """Leave with one line on stderr."""
+    """Exit with one line on stderr."""
     print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
     raise SystemExit(code)

@@ -27,7 +27,7 @@ SENSORS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.dr
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The device, its driver or its cores, and the libraries."""
+    """Describe the device, its driver or its cores, and the libraries."""
     found: dict[str, Any] = {"device": cpu_model(), "capability": torch.backends.cpu.get_cpu_capability()}
     found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "driver": None}
     if device.type == "cuda":
@@ -43,14 +43,17 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def chosen_kernels() -> dict[str, Any]:
-    """What this process chose by a clock: attention's seconds a layer, and who passes over logits."""
+    """Return what this process chose by a clock: attention's seconds a layer, and the kernels that pass over logits."""
     times = {f"attention, {shape}, {dtype}": found for (shape, dtype), found in attention._times.items()}
     return times | kernels.choices
 
 
 @contextmanager
 def watched(device: torch.device) -> Iterator[dict[str, list[float]]]:
-    """Lowest, median and highest of `SENSORS` during the block, at its end; nothing on a CPU or without nvidia-smi."""
+    """Collect lowest, median and highest of `SENSORS` during the block, which are there at its end.
+
+    Nothing is collected on a CPU or without nvidia-smi.
+    """
     found: dict[str, list[float]] = {}
     readings, ended = list[list[float]](), threading.Event()
 
@@ -74,7 +77,7 @@ def watched(device: torch.device) -> Iterator[dict[str, list[float]]]:
 
 
 def _smi(query: str) -> str | None:
-    """The answer of nvidia-smi for this process's card, or None."""
+    """Ask nvidia-smi about this process's card; return None without an answer."""
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     command = ["nvidia-smi", f"--id={card}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
@@ -84,7 +87,7 @@ def _smi(query: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """The name of the processor, if the system gives one."""
+    """Return the name of the processor, if the system gives one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -94,7 +97,7 @@ def cpu_model() -> str:
 
 
 def version(name: str) -> str | None:
-    """The version of a package, or None if it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -102,7 +105,7 @@ def version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The measured commit, or None outside a clone."""
+    """Return the measured commit, or None outside a clone."""
     try:
         asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     except OSError:
@@ -111,7 +114,7 @@ def commit() -> str | None:
 
 
 def missing(*names: str) -> str | None:
-    """Which of these packages cannot be imported here, in words; None when all can."""
+    """Name the packages that cannot be imported here, in words; return None when all can."""
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     return (
         f"not installed: {', '.join(absent)} (benchmarks/performance/GPU.md says how to bring it along)"

@@ -62,14 +62,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_student(shape: str, device: torch.device, seed: int = 0) -> SplitModel:
-    """A student in fp32 and in training mode, as `load_student` gives one, split into backbone and head."""
+    """Make a student in fp32 and in training mode, as `load_student` does, split into backbone and head."""
     model = _made(shape, device, torch.float32, seed)
     model.get_input_embeddings().padding_idx = None
     return split(model.train())
 
 
 def make_teacher(shape: str, device: torch.device, seed: int = 1) -> SplitModel:
-    """A teacher in bf16 (fp32 on a CPU), without gradients, in evaluation mode, as `LocalTeacher` loads one."""
+    """Make a teacher in bf16 (fp32 on a CPU), without gradients, in evaluation mode, as `LocalTeacher` loads one."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return split(_made(shape, device, dtype, seed).eval().requires_grad_(False))
 
@@ -86,14 +86,15 @@ def _made(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> An
 
 
 def vocabulary(shape: str) -> int:
-    """V of a shape."""
+    """Return V of a shape."""
     return int(SHAPES[shape]["vocab_size"])
 
 
 def forward_flops(shape: str, seq_len: int, head: bool = True) -> float:
-    """Of one token in one forward: two for each weight of a matrix, and causal attention, half of its square.
+    """Count the FLOPs of one token in one forward: two for each weight of a matrix, and causal attention.
 
-    Norms, activations and the embedding count nothing, so that no share of the card's rate is flattered.
+    Causal attention is half of its square. Norms, activations and the embedding count nothing, so that no share of the
+    card's rate is flattered.
     """
     of = SHAPES[shape]
     width, inner, layers = of["hidden_size"], of["intermediate_size"], of["num_hidden_layers"]
@@ -104,42 +105,42 @@ def forward_flops(shape: str, seq_len: int, head: bool = True) -> float:
 
 
 def step_flops(shape: str, seq_len: int) -> float:
-    """Of one token in one training step: three forwards."""
+    """Count the FLOPs of one token in one training step: three forwards."""
     return 3 * forward_flops(shape, seq_len)
 
 
 @functools.cache
 def text(sequences: int, seq_len: int) -> list[Any]:
-    """Packed rows of the standard library, repeated if there are not enough."""
+    """Return packed rows of the standard library, repeated if there are not enough."""
     found = packed(TEACHER, "train", sequences, seq_len)
     return [found[number % len(found)] for number in range(sequences)]
 
 
 def token_tensor(found: list[Any]) -> torch.Tensor:
-    """The tokens [n, T + 1] of rows, int64."""
+    """Stack the tokens [n, T + 1] of rows, int64."""
     return torch.from_numpy(np.stack([row.tokens for row in found]).astype(np.int64))
 
 
 def open_teacher(name: str = TEACHER) -> SplitModel:
-    """A teacher in fp32 on the CPU; by default the one that ships."""
+    """Load a teacher in fp32 on the CPU; by default the one that ships."""
     teacher = LocalTeacher(read_spec(name), torch.device("cpu"), "fp32")
     teacher.load()
     return teacher.model
 
 
 def teacher_logits(name: str) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """A teacher as a function: tokens [B, T] to logits [B, T, V], in fp32 on the CPU."""
+    """Load a teacher as a function: tokens [B, T] to logits [B, T, V], in fp32 on the CPU."""
     return LocalTeacher.of(open_teacher(name)).logits
 
 
 def packed(name: str, split: str, sequences: int, seq_len: int) -> list[Any]:
-    """Rows of the standard library in the tokens of a teacher."""
+    """Pack rows of the standard library in the tokens of a teacher."""
     data = DataConfig(data="stdlib", seq_len=seq_len, num_workers=2)
     return list(packed_rows(data, split, load_tokenizer(read_spec(name)), sequences))
 
 
 class CheapTeacher:
-    """Logits of a distribution that depends on the token just read, at the price of one narrow product.
+    """A teacher whose distribution depends on the token just read, at the price of one narrow product.
 
     For caches whose content decides nothing that is measured; it is as peaked as a trained model's.
     """
@@ -150,5 +151,5 @@ class CheapTeacher:
         self.head = (2.5 * torch.randn(width, vocab_size, generator=g) / width**0.5).to(device)
 
     def __call__(self, tokens_BT: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        """[B, T, V] fp32 logits on the device."""
+        """Return logits [B, T, V], fp32, on the device."""
         return self.embedding[tokens_BT.to(self.embedding.device)] @ self.head

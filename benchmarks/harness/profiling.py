@@ -22,7 +22,7 @@ Span = tuple[float, float]
 
 
 def profiled(step: Callable[[], Any], steps: int, device: torch.device, most: int = 25) -> dict[str, Any]:
-    """The table of `steps` steps; on a CPU it has operators in place of kernels."""
+    """Profile `steps` steps and return their table; on a CPU it has operators in place of kernels."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     step()
@@ -39,7 +39,7 @@ def profiled(step: Callable[[], Any], steps: int, device: torch.device, most: in
 
 
 def table(events: list[dict[str, Any]], kinds: tuple[str, ...], steps: int, most: int) -> dict[str, Any]:
-    """Of the events of a trace (times in us) whose category is one of `kinds`: milliseconds a step, and shares."""
+    """Tabulate the events of a trace (times in us) of the categories `kinds`: milliseconds a step, and shares."""
     spans: list[Span] = []
     by_name: dict[str, list[float]] = defaultdict(list)
     copies: dict[str, list[float]] = defaultdict(list)
@@ -73,7 +73,7 @@ def table(events: list[dict[str, Any]], kinds: tuple[str, ...], steps: int, most
 
 
 def gaps(spans: list[Span]) -> list[float]:
-    """The lengths of what no span covers between the first and the last, longest first."""
+    """Return the lengths of the gaps that no span covers between the first and the last, longest first."""
     found, until = [], float("inf")
     for start, end in sorted(spans):
         if start > until:

@@ -66,7 +66,7 @@ class Options:
 
     @property
     def scratch(self) -> Path:
-        """Where caches and checkpoints are made: beside tiny records, else in `runs`."""
+        """The folder in which caches and checkpoints are made: beside tiny records, else in `runs`."""
         folder = ROOT / "runs" / ("cpu" if self.on_cpu else "gpu")
         if self.tiny:
             folder = self.out
@@ -85,7 +85,7 @@ class Goal:
     most: float | None = None
 
     def verdict(self, value: float | None, doubt: float = 0.0) -> str:
-        """Met, missed, too close to tell (the bound is within `doubt` of the value), or not measured."""
+        """Judge a value: met, missed, too close to tell (the bound is within `doubt` of the value), or not measured."""
         if value is None:
             return "not measured"
         if any(bound is not None and abs(value - bound) < doubt for bound in (self.least, self.most)):
@@ -164,7 +164,7 @@ class Record:
         self._print(f"{name}: {json.dumps(value)[:600]}")
 
     def finish(self) -> int:
-        """Write the record, and print goals and what is left; 1 where something failed, else 0."""
+        """Write the record, and print goals and what is left; return 1 where something failed, else 0."""
         self.data["finished"] = not self.data["left"]
         write(self.path, self.data)
         for goal in () if self.options.tiny else self.goals:
@@ -179,18 +179,18 @@ class Record:
 
 
 def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides whether figures of two records may be mixed."""
+    """Return the part of a record that must be equal for figures of two records to be mixed."""
     of = record["machine"]
     return record["section"], record["tiny"], record["settings"], of["device"], of["libraries"]["torch"]
 
 
 def counts(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a result of a GPU; tiny shapes and CPUs only show that the section works."""
+    """Return True if a record is a result of a GPU; tiny shapes and CPUs only show that the section works."""
     return not record["tiny"] and "cuda" in record["machine"]
 
 
 def find(figures: Mapping[str, Any], place: str) -> float | None:
-    """The number at a dotted place among the figures, or None."""
+    """Look up the number at a dotted place among the figures; return None without one."""
     value: Any = figures
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -198,7 +198,7 @@ def find(figures: Mapping[str, Any], place: str) -> float | None:
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of `run`, or why there is none: out of memory, a missing library, or a failure."""
+    """Return the result of `run`, or why there is none: out of memory, a missing library, or a failure."""
     try:
         return run()
     except torch.OutOfMemoryError as error:
@@ -211,5 +211,5 @@ def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in at most 300 characters."""
+    """Format an exception in at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

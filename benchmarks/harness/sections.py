@@ -44,7 +44,7 @@ BEYOND = 150.0
 
 
 def main(argv: list[str]) -> int:
-    """Run one section or all; 1 where something failed."""
+    """Run one section or all; return 1 where something failed."""
     arguments = _parser().parse_args(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -28,7 +28,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(run: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
-    """Seconds of a call, from an idle device to an idle device around all of them."""
+    """Return the seconds of a call, from an idle device to an idle device around all of them."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(calls):
@@ -38,14 +38,20 @@ def timed(run: Callable[[], Any], device: torch.device, calls: int = 1) -> float
 
 
 def turns(sides: Sequence[Side], rounds: int, warm: int = 0) -> Iterator[tuple[int, Side]]:
-    """Each side once a round, with the round's number, below 0 for `warm` ones; every second round goes backwards."""
+    """Yield each side once a round, with the round's number, below 0 for `warm` ones.
+
+    Every second round goes backwards.
+    """
     for number in range(-warm, rounds):
         for side in sides[:: -1 if number % 2 else 1]:  # what ran before must not favour a side
             yield number, side
 
 
 def beside(rates: Sequence[float], base: Sequence[float], name: str) -> dict[str, Any]:
-    """Tokens a second by round, and of their ratios to `base` of the same round the median, as `name`, and the ends."""
+    """Return tokens a second by round, and the median, lowest and highest ratio to `base` of the same round.
+
+    name: the key of the median.
+    """
     ratios = [rate / other for rate, other in zip(rates, base, strict=True)]
     found: dict[str, Any] = {"tokens_per_second": [round(rate, 1) for rate in rates]}
     return found | {name: statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
@@ -58,7 +64,7 @@ def in_turn(
     warm: int = 1,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of a call of each side in each round, by a timing of `calls` of them.
+    """Return the seconds of a call of each side in each round, by a timing of `calls` of them.
 
     Every second round runs the sides backwards. The first `warm` rounds are not kept.
     """
@@ -71,17 +77,20 @@ def in_turn(
 
 
 def over(times: Mapping[str, list[float]], first: str, second: str) -> float:
-    """The median over rounds of the time of `first` over that of `second`."""
+    """Return the median over rounds of the time of `first` over that of `second`."""
     return statistics.median(a / b for a, b in zip(times[first], times[second], strict=True))
 
 
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """Seconds by side."""
+    """Return the median of the seconds by side."""
     return {name: statistics.median(each) for name, each in times.items()}
 
 
 def peak_of(run: Callable[[], Any], device: torch.device) -> dict[str, float | None]:
-    """GiB at the highest point of a run, and before it; on a CPU the process's high-water mark, and no more."""
+    """Return the GiB at the highest point of a run, and before it.
+
+    On a CPU only the process's high-water mark is known.
+    """
     free()
     if device.type != "cuda":
         run()
@@ -103,7 +112,7 @@ def free() -> None:
 
 @contextmanager
 def without_graphs() -> Iterator[None]:
-    """Room for many compiled graphs of the same function inside, and none of them left behind."""
+    """Allow many compiled graphs of the same function inside the block, and drop them afterwards."""
     torch._dynamo.config.recompile_limit = 64
     torch.compiler.reset()
     yield
@@ -112,7 +121,7 @@ def without_graphs() -> Iterator[None]:
 
 
 def why_not_compiled(device: torch.device) -> str | None:
-    """What goes wrong when a small function is compiled, or None; a GPU's compiler needs gcc and Python.h too."""
+    """Return the error of compiling a small function, or None; a GPU's compiler needs gcc and Python.h too."""
     try:
         torch.compile(lambda x: (2 * x + 1).sum())(torch.ones(8, device=device))
     except Exception as error:

@@ -73,7 +73,7 @@ def run(options: Options) -> int:
 
 
 class _Training:
-    """A student whose layers switch, its text, and a run that begins anew for each kind."""
+    """A student whose layers switch, its text, and a run that starts again for each kind."""
 
     def __init__(self, options: Options, sizes: Sizes, choice: FormatChoice) -> None:
         self.sizes, device = sizes, options.device
@@ -98,7 +98,7 @@ class _Training:
         self.initial = {name: weight.detach().to("cpu", copy=True) for name, weight in student.named_parameters()}
 
     def fixed(self, kind: str) -> dict[str, Any]:
-        """A run in one format throughout."""
+        """Train in one format throughout, and return the summary."""
         run, self.bench.trainer.state.adaptive = self.bench.trainer, None
         run.student.switch.position = "quantized" if kind == "fp8" else "high"
         self.bench.restart(self.initial)
@@ -106,7 +106,7 @@ class _Training:
         return _summary([step()["loss"] for _ in range(self.sizes.steps)], self.sizes)
 
     def adaptive(self) -> dict[str, Any]:
-        """A run that switches."""
+        """Train a run that switches, and return its figures."""
         self.bench.restart(self.initial)
         return _adaptive(self.bench, self.sizes)
 
@@ -160,17 +160,17 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
 
 
 def _newest(run: Trainer) -> int | None:
-    """The step of the newest snapshot, None where there is none."""
+    """Return the step of the newest snapshot, None where there is none."""
     return run.state.snapshots[-1].state["progress"]["step"] if run.state.snapshots else None
 
 
 def _graphs() -> int:
-    """Graphs that the compiler has made so far."""
+    """Count the graphs that the compiler has made so far."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def switch_ms(times: list[float], modes: list[str]) -> float | None:
-    """By how much the first step behind a switch is longer than the next ones in its mode, median, ms."""
+    """Return by how much the first step behind a switch is longer than the next ones in its mode, median, ms."""
     extra = []
     for number in range(3, len(modes)):
         if modes[number] != modes[number - 1]:

@@ -62,7 +62,7 @@ def building(
     rounds: int,
     device: torch.device,
 ) -> tuple[dict[str, list[float]], Callable[[], None]]:
-    """Seconds in which each of `forwards`, and the builder, go through `rows`, in turn; and what builds."""
+    """Time each of `forwards`, and the builder, over `rows`, in turn; return the seconds and a function that builds."""
     tokens_nT = models.token_tensor(rows)[:, :-1]
 
     def every(forward: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
@@ -83,7 +83,7 @@ def building(
 
 
 def step_cost(bench: Bench, source: Source, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of a step with the reader and with one batch that is held, in turn of `steps` steps."""
+    """Time a step with the reader and one with a single held batch, in turn of `steps` steps."""
     held = Held(source.read(np.arange(bench.batch)), source.facts)
     sides = {"read": bench.steps(source, shuffled=True), "held": bench.steps(held)}
     return in_turn(sides, rounds, device, calls=steps)
@@ -164,7 +164,7 @@ def _building(options: Options, sizes: Sizes, name: str, kind: str) -> dict[str,
 
 
 def _encoding(options: Options, sizes: Sizes, spec: CodecSpec) -> dict[str, Any]:
-    """Tokens a second of the encoding of one batch, which ends on the host."""
+    """Measure the encoding of one batch, which ends on the host, in tokens a second."""
     device = options.device
     tokens_BT1 = models.token_tensor(models.text(sizes.batch, sizes.length))
     logits_BTV = models.CheapTeacher(spec.vocab_size, device)(tokens_BT1[:, :-1], None)
@@ -178,7 +178,7 @@ def _encoding(options: Options, sizes: Sizes, spec: CodecSpec) -> dict[str, Any]
 
 
 def _reading(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int) -> dict[str, Any]:
-    """Bytes a token on disk, and tokens a second to the device, of a cache of a cheap teacher."""
+    """Measure a cache of a cheap teacher: bytes a token on disk, and tokens a second to the device."""
     there = _cache(options, sizes, spec, sequences)
     source = cached(there, options.device)
     order = np.random.RandomState(0).permutation(len(source))
@@ -204,7 +204,7 @@ def _cache(options: Options, sizes: Sizes, spec: CodecSpec, sequences: int) -> P
 
 
 def _step(options: Options, sizes: Sizes, kind: str) -> dict[str, Any]:
-    """By how much a step is longer with the reader than without."""
+    """Measure by how much a step is longer with the reader than without."""
     device, vocab = options.device, models.vocabulary(sizes.student)
     source = cached(_cache(options, sizes, codec_of(kind, vocab), sizes.sequences), device)
     student = models.make_student(sizes.student, device)
@@ -281,7 +281,7 @@ def _kept(material: Material, codec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(material: Material, batch_size: int, rounds: int = 5) -> dict[str, Any]:
-    """Tokens a second of the bare forward and of the builder."""
+    """Measure the bare forward and the builder, in tokens a second."""
     rows, teacher = material.rows["train"], material.teacher
     forwards = {"bare": lambda tokens_BT: teacher(tokens_BT, None)}
     times, _ = building(rows, forwards, teacher, _settings(material), batch_size, rounds, CPU)
@@ -299,7 +299,10 @@ def _build(material: Material, batch_size: int, rounds: int = 5) -> dict[str, An
 
 
 def _read(material: Material, folder: Path) -> dict[str, Any]:
-    """Tokens a second and core by codec, from one shard and from sixteen, and of top-k 12 uncompressed."""
+    """Measure reading by codec, from one shard and from sixteen, in tokens a second and core.
+
+    A ceiling is reading top-k 12 uncompressed.
+    """
     torch.set_num_threads(1)
     number, length = len(material.rows["train"]), material.seq_len
     orders = {"sequential": np.arange(number), "random": np.random.RandomState(0).permutation(number)}
@@ -323,13 +326,13 @@ def _read(material: Material, folder: Path) -> dict[str, Any]:
 
 
 def _best(read: Callable[[np.ndarray], Any], order: np.ndarray, length: int, passes: int = 7) -> float:
-    """Tokens a second of the best of several passes."""
+    """Return the tokens a second of the best of several passes."""
     parts = [order[start : start + 16] for start in range(0, len(order), 16)]
     return len(order) * length / min(timed(lambda: [read(part) for part in parts], CPU) for _ in range(passes))
 
 
 def _small_step(options: Options, material: Material, folder: Path) -> dict[str, Any]:
-    """Seconds a step of the demo's student, with the reader and with one batch held."""
+    """Time a step of the demo's student, with the reader and with one batch held, in seconds."""
     write_cache(folder / "c", _settings(material), material.rows, teacher=material.teacher)
     source, rounds, steps = cached(folder / "c", CPU), 5, 20
     shape = {"vocab_size": material.vocab_size, "seq_len": material.seq_len, "batch": 16}

@@ -44,7 +44,7 @@ class Material:
 
 
 def shipped(number: int, length: int) -> Material:
-    """The teacher of the repository over the standard library, `number` sequences to train on."""
+    """Load the teacher of the repository over the standard library, with `number` sequences to train on."""
     parts = {split: packed(TEACHER, split, n, length) for split, n in wanted(number).items()}
     teacher = teacher_logits(TEACHER)
     sample = token_tensor(parts["train"][: max(1, _SAMPLE // length)]).numpy()
@@ -57,12 +57,12 @@ def shipped(number: int, length: int) -> Material:
 
 
 def wanted(number: int) -> dict[str, int]:
-    """Sequences by split."""
+    """Return the number of sequences by split."""
     return {"train": number, "validation": max(2, number // 16)}
 
 
 def _repetition(tokens_nT1: np.ndarray, heads_nTK: np.ndarray) -> Facts:
-    """How often tokens come again, and heads after the same token."""
+    """Measure how often tokens come again, and top-k entries after the same token."""
     seen = np.mean([len(row) - len(set(row.tolist())) for row in tokens_nT1]) / tokens_nT1.shape[1]
     last: dict[int, set[int]] = {}
     shared = []
@@ -110,7 +110,7 @@ class Synthetic:
         return _repetition(tokens, heads)
 
     def shape(self, number: int) -> np.ndarray:
-        """[T, V] fp32 log p by rank, from the real sequence `number`."""
+        """Return fp32 log p [T, V] by rank, from the real sequence `number`."""
         row = self._real[number % len(self._real)]
         known_TV = self._model.teacher(torch.from_numpy(row.tokens[None, :-1].astype(np.int64)), None)[0]
         known_TV = known_TV.log_softmax(-1).sort(-1, descending=True).values
@@ -119,14 +119,14 @@ class Synthetic:
         return torch.cat([known_TV, fallen_TV], 1).log_softmax(-1).numpy()
 
     def order(self, token: int, number: int, position: int) -> np.ndarray:
-        """The moved entries, most likely first."""
+        """Return the moved entries, most likely first."""
         chance = [np.random.Generator(np.random.SFC64(seed)) for seed in (token, 7919 * number + position + 2**24)]
         first, second = (each.standard_normal(self._moved, "f4") for each in chance)
         score = np.log(np.arange(1, self._moved + 1, dtype="f4"))
         return np.argsort(score + np.float32(self.of_token) * first + np.float32(self.of_position) * second)
 
     def sequence(self, number: int, shape_TV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [T+1] drawn from the teacher, and the heads [T, 12] at each position."""
+        """Draw tokens [T+1] from the teacher; return them with the top 12 entries [T, 12] at each position."""
         chance = np.random.Generator(np.random.SFC64(number)).random(self.length)
         cdf_TM = np.cumsum(np.exp(shape_TV[:, : self._moved]), -1, dtype=np.float64)
         tokens, heads = [number % 1000], []
@@ -140,7 +140,7 @@ class Synthetic:
         return np.array(tokens, np.int32), np.stack(heads)
 
     def logits(self, tokens_T: np.ndarray, number: int) -> torch.Tensor:
-        """[T, V] for the sequence `number`."""
+        """Return the logits [T, V] of the sequence `number`."""
         logits_TV = self.shape(number)
         for t, token in enumerate(tokens_T.tolist()):
             logits_TV[t, self.order(token, number, t)] = logits_TV[t, : self._moved].copy()
@@ -148,7 +148,10 @@ class Synthetic:
 
 
 def synthetic(vocab_size: int, number: int, model: Material, known: Facts | None = None) -> Material:
-    """A teacher of another vocabulary like that of `model`, and its text; `known`: its facts, found before."""
+    """Make a teacher of another vocabulary like that of `model`, and its text.
+
+    known: its facts, if they were found before.
+    """
     made, start = Synthetic(vocab_size, model, known), 0
     parts: dict[str, list[PackedRow]] = {}
     numbers: dict[bytes, int] = {}

@@ -63,7 +63,7 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _stretched(work: Callable[[], Any], stretch: float, rounds: int, device: torch.device) -> float:
-    """Seconds of one call, in rounds of enough calls to last `stretch` seconds."""
+    """Return the seconds of one call, in rounds of enough calls to last `stretch` seconds."""
     for _ in range(3):
         work()
     calls = max(1, round(stretch / max(timed(work, device), 1e-6)))

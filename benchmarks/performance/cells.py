@@ -117,7 +117,7 @@ def _measured(
 
 
 def _samples(count: int, size: int, g: torch.Generator) -> SparseTargets:
-    """Samples of `count` random teachers over `size` entries."""
+    """Draw samples of `count` random teachers over `size` entries."""
     logits_NV = 4 * torch.randn(count, size, generator=g)
     drawn_NS = torch.multinomial(logits_NV.softmax(1), SAMPLES, replacement=True, generator=g)
     counts_NV = torch.zeros(count, size).scatter_add_(1, drawn_NS, torch.ones(count, SAMPLES))

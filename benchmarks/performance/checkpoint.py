@@ -69,7 +69,7 @@ def run(options: Options) -> int:
 
 
 def _training(options: Options, sizes: Sizes) -> tuple[Bench, Callable[[], Any], float]:
-    """Steps, and the seconds of one."""
+    """Prepare a bench and its step, and measure the seconds of one step."""
     device, vocab = options.device, models.vocabulary(sizes.student)
     student = models.make_student(sizes.student, device)
     bench = Bench(student, options, vocab_size=vocab, seq_len=sizes.length, batch=sizes.batch)
@@ -82,7 +82,7 @@ def _training(options: Options, sizes: Sizes) -> tuple[Bench, Callable[[], Any],
 def _in_steps(
     options: Options, sizes: Sizes, bench: Bench, step: Callable[[], Any], seconds: float, kind: str
 ) -> dict[str, Any]:
-    """Saves of one kind between and during steps of training."""
+    """Measure saves of one kind between and during steps of training."""
     tensors, tries = bench.trainer.state.tensors(), int(KINDS[kind])
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         store = Store(Path(folder) / "checkpoints", Keep(rolling=1))
@@ -102,7 +102,7 @@ def saves(
     tries: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Seconds of `count` saves, and of `tries` more while `work` is done again and again; closes the saver."""
+    """Time `count` saves, and `tries` more while `work` runs again and again, in seconds; close the saver."""
     stalls, totals = [], []
 
     def save(number: int) -> float:
@@ -126,7 +126,7 @@ def saves(
 
 
 def _taken(save: Callable[[], Any], saver: Saver, work: Callable[[], Any], pieces: int, device: torch.device) -> float:
-    """Seconds that work takes longer while a save is in flight, its stall included."""
+    """Return the seconds that work takes longer while a save is in flight, its stall included."""
 
     def all_work() -> None:
         for _ in range(pieces):
@@ -153,7 +153,7 @@ def _on_cpu(options: Options) -> int:
 
 
 def demo_state() -> dict[str, torch.Tensor]:
-    """The tensors of the demo's student as a checkpoint has them: weights, two moments and a counter each."""
+    """Return the tensors of the demo's student as a checkpoint has them: weights, two moments and a counter each."""
     tensors = {}
     for name, weight in models.make_student("demo", torch.device("cpu")).named_parameters():
         tensors |= {name: weight.detach(), f"{name}.exp_avg": torch.randn_like(weight)}
@@ -162,7 +162,7 @@ def demo_state() -> dict[str, torch.Tensor]:
 
 
 def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Saves of both kinds, and what they take from matrix products."""
+    """Measure saves of both kinds, and the time that they take from matrix products."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     left, right = torch.ones(512, 512), torch.ones(512, 512)
 
@@ -178,7 +178,7 @@ def _beside_products(scratch: Path, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 def training(scratch: Path) -> dict[str, Any]:
-    """The share of the training time for which a run pauses, by the real command."""
+    """Measure the share of the training time for which a run pauses, by the real command."""
     data = ("--data", "stdlib", "--seq-len", "256", "--num-sequences", "512", "--top-k", "16")
     kdtrain("cache-teacher", "--teacher", TEACHER, *data, "--out", f"{scratch}/cache")
     words = ("--cache", f"{scratch}/cache", "--student", STUDENT, "--lr", "3e-3", "--batch-size", "16")

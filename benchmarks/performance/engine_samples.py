@@ -117,7 +117,7 @@ def _students(settings: Settings, out: Path) -> dict[str, Any]:
 
 
 def _equal(one: Cache, other: Cache) -> dict[str, Any]:
-    """The share of positions of the training split at which two caches hold the same samples as often."""
+    """Compute the share of positions of the training split at which two caches hold the same samples as often."""
     same = total = 0
     for start in range(0, len(one["train"]), 16):
         rows = range(start, min(start + 16, len(one["train"])))
@@ -167,7 +167,7 @@ def _rows(settings: Settings) -> list[list[int]]:
 
 
 def _sides(settings: Settings) -> dict[str, tuple[str, Callable[[int], dict[str, Any]]]]:
-    """Where each side is asked, and what it adds to a request for a row."""
+    """Return for each side the address that is asked, and a function that gives the parameters for a row."""
 
     def samples(row: int) -> dict[str, Any]:
         asked = SampleRequest(number=SAMPLES, seed=0, split="train", row=row)

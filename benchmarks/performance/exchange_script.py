@@ -24,7 +24,7 @@ NAMES = {"allreduce": "all_reduce", "allgather_base": "all_gather", "reduce_scat
 
 
 class Counted(TorchDispatchMode):
-    """Counts calls and bytes by collective in the block."""
+    """A counter of calls and bytes by collective in the block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def run(options: Options) -> int:
 
 
 def _measure(record: Record, options: Options, sizes: Sizes, student: str) -> None:
-    """All figures of one student, which is made once, if any is missing."""
+    """Measure all missing figures of one student, which is made once, if any is missing."""
     chosen: dict[str, FormatChoice | str] = {}
     for kind, (backend, scaling) in (KINDS if options.device.type == "cuda" else EMULATED).items():
         recipe = make_recipe("fp8", scaling, None, "max", False)
@@ -129,7 +129,7 @@ class _Kinds:
             layer.product = product
 
     def measured(self, kind: str) -> dict[str, Any]:
-        """Memory and time of a kind, and what they are of bf16's."""
+        """Measure memory and time of a kind, and their ratio to bf16's."""
         steps = {name: self._steps(name) for name in ("bf16", kind)}
         peaks = {}
         for name, step in steps.items():
@@ -146,7 +146,7 @@ class _Kinds:
         return found | {"layers": self.layers, "time": over(times, kind, "bf16"), "memory": memory}
 
     def losses(self, kind: str) -> dict[str, Any]:
-        """The loss of each of the first steps of a kind, and the mean of the last tenth."""
+        """Train the first steps of a kind, and return the loss of each and the mean of the last tenth."""
         self.bench.restart(self.initial)
         self.take(kind)
         step = self.bench.steps(self.source)
@@ -154,11 +154,11 @@ class _Kinds:
         return {"last_loss": statistics.mean(found[-max(len(found) // 10, 1) :]), "losses": found}
 
     def profile(self, kind: str) -> dict[str, Any]:
-        """Kernels, gaps and copies of a kind."""
+        """Profile kernels, gaps and copies of a kind."""
         return profiled(self._steps(kind), 1 if self.options.tiny else 3, self.device)
 
     def _steps(self, kind: str) -> Callable[[], None]:
-        """What takes a step of a kind at each call."""
+        """Return a function that takes a step of a kind at each call."""
 
         def step() -> None:
             self.take(kind)
@@ -168,7 +168,7 @@ class _Kinds:
 
 
 def best(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Time, memory and rate of the kind that takes the least time: they are quoted of one kind, not of three."""
+    """Return time, memory and rate of the kind that takes the least time: they are quoted of one kind, not of three."""
     timed = {kind: figure for kind, figure in found.items() if "time" in figure}
     if not timed:
         return {}

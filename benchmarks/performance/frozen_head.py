@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def head(vocabulary: int, width: int, tokens: int) -> dict[str, Any]:
-    """Seconds and peak memory of loss and gradients with a trained and with a frozen output head."""
+    """Measure seconds and peak memory of loss and gradients with a trained and with a frozen output head."""
     sides = {}
     for name, trained in (("trained", True), ("frozen", False)):
         with multiprocessing.get_context("spawn").Pool(1) as pool:

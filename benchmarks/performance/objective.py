@@ -95,7 +95,7 @@ def run(options: Options) -> int:
 
 
 def _measured(name: str, made: Callable[[], sides.Student], rounds: int, device: torch.device) -> dict[str, Any]:
-    """Memory of a side, and its time in turn with those it is compared with."""
+    """Measure memory of a side, and its time in turn with the sides it is compared with."""
     if (reason := sides.available(name)) is not None:
         raise ImportError(reason)
     student = made()
@@ -138,7 +138,7 @@ def _on_cpu(options: Options) -> int:
 
 
 def _row(shape: tuple[int, int, int], dtype: str) -> dict[str, Any]:
-    """Memory of each side, then their times in turn."""
+    """Measure memory of each side, then their times in turn."""
     names = CACHED if shape == ALONE else sides.cpu_names()
     found: dict[str, dict[str, Any]] = {}
     work = Work(shape, dtype, memory=0.8 * free_memory(), repetitions=REPETITIONS)

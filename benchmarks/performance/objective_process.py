@@ -44,12 +44,12 @@ class Work:
 
 
 def free_memory() -> float:
-    """GiB of the machine that are available."""
+    """Return the GiB of the machine that are available."""
     return _kib("/proc/meminfo", "MemAvailable") / 2**20
 
 
 def in_process(kind: str, work: Work, names: Sequence[str]) -> dict[str, Any]:
-    """Time of all sides, or memory of one, measured in a process of its own.
+    """Measure the time of all sides, or the memory of one, in a process of its own.
 
     kind: "time" gives the figures by side, "memory" those of the only side.
     """
@@ -63,7 +63,7 @@ def in_process(kind: str, work: Work, names: Sequence[str]) -> dict[str, Any]:
 
 
 def main(kind: str, work: Work, names: Sequence[str]) -> dict[str, Any]:
-    """What the process measures."""
+    """Measure what the process is started for, under its limit of memory."""
     limit = int(work.memory * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
@@ -76,14 +76,14 @@ def main(kind: str, work: Work, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _too_large(error: Exception, work: Work) -> dict[str, Any]:
-    """A side that does not fit; any other error is raised again."""
+    """Return the record of a side that does not fit; raise any other error again."""
     if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
         raise error
     return {"does_not_fit": f"more than {work.memory:.1f} GiB"}
 
 
 def _times(student: sides.Student, work: Work, names: Sequence[str]) -> dict[str, Any]:
-    """Seconds of each side, in turn, after one run that is not timed; what does not fit beside the others is left."""
+    """Time each side in turn, in seconds, after one run that is not timed; leave out a side that does not fit."""
     runs, found = {}, {}
     for name in names:
         try:
@@ -117,13 +117,13 @@ def _times(student: sides.Student, work: Work, names: Sequence[str]) -> dict[str
 
 
 def _busy() -> float:
-    """Seconds that all cores together were not idle since the machine started."""
+    """Return the seconds that all cores together were not idle since the machine started."""
     user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(student: sides.Student, run: Any) -> dict[str, Any]:
-    """MiB at the highest point of a run beyond what was there before it, and its loss."""
+    """Measure the MiB at the highest point of a run beyond those before it, and its loss."""
     value = run()
     student.clear()
     gc.collect()

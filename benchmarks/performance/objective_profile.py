@@ -22,7 +22,7 @@ REPETITIONS = 7
 
 
 def phases(shape: tuple[int, int, int], dtype: str, side: str) -> dict[str, float]:
-    """Milliseconds of each phase, and of the whole: medians of the runs after the first."""
+    """Time each phase and the whole, in milliseconds: medians of the runs after the first."""
     student = sides.make_student(*shape, getattr(torch, dtype))
     run = sides.side(side, student)
     found: dict[str, list[float]] = defaultdict(list)
@@ -40,7 +40,7 @@ def phases(shape: tuple[int, int, int], dtype: str, side: str) -> dict[str, floa
 
 @contextmanager
 def _watched() -> Iterator[dict[str, float]]:
-    """Seconds by phase, of what runs inside."""
+    """Collect the seconds by phase of the code inside the block."""
     spent: dict[str, float] = {}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

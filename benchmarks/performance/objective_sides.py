@@ -47,7 +47,7 @@ ON_GPU = ("liger-jsd-triton", "liger-cross-entropy", "liger-cross-entropy-8", "c
 
 @dataclass
 class Student:
-    """The inputs of a side: hidden states and weight that want gradients, and labels."""
+    """The inputs of a side: hidden states and weight that need gradients, and labels."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -72,11 +72,11 @@ class Student:
         self.hidden_ND.grad = self.weight_VD.grad = None
 
     def logits(self) -> Tensor:
-        """All logits [N,V] in the dtype of the inputs."""
+        """Compute all logits [N,V] in the dtype of the inputs."""
         return self.hidden_ND @ self.weight_VD.T
 
     def teacher_logits(self) -> Tensor:
-        """The teacher's [N,V]."""
+        """Compute the teacher's logits [N,V]."""
         with torch.no_grad():
             return self.teacher[0] @ self.teacher[1].T
 
@@ -84,7 +84,7 @@ class Student:
 def make_student(
     n: int, width: int, vocab: int, dtype: torch.dtype, device: torch.device | str = "cpu", compile: bool = True
 ) -> Student:
-    """Random inputs whose logits are about N(0, 2^2), the same numbers on every device."""
+    """Make random inputs whose logits are about N(0, 2^2), the same numbers on every device."""
     g = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(n, width, generator=g).to(device, dtype).requires_grad_()
     weight_VD = (2 * torch.randn(vocab, width, generator=g) / width**0.5).to(device, dtype).requires_grad_()
@@ -92,7 +92,7 @@ def make_student(
 
 
 def sparse_targets(student: Student, kept: int) -> SparseTargets:
-    """Targets with a head of `kept` entries, and four knots of a tail."""
+    """Make targets with a top-k of `kept` entries, and four knots of a tail."""
     n, vocab = student.shape
     g = torch.Generator().manual_seed(2)
     first_N1 = torch.randint(vocab, (n, 1), generator=g)
@@ -115,7 +115,7 @@ def sparse_targets(student: Student, kept: int) -> SparseTargets:
 
 
 def sampled_targets(student: Student, drawn: int) -> SparseTargets:
-    """Targets of `drawn` samples alone, as a cache gives them: entries that were not drawn fill up."""
+    """Make targets of `drawn` samples alone, as a cache gives them: entries that were not drawn fill up."""
     kept, g = sparse_targets(student, drawn), torch.Generator().manual_seed(3)
     weights_NK = torch.softmax(2 * torch.randn(kept.ids.shape, generator=g), -1)
     ids_NS = weights_NK.multinomial(drawn, replacement=True, generator=g)
@@ -126,7 +126,7 @@ def sampled_targets(student: Student, drawn: int) -> SparseTargets:
 
 
 def side(name: str, student: Student) -> Callable[[], Tensor | None]:
-    """The work of a side, to be called again and again; its loss, or None for bare products.
+    """Return the work of a side, which can be called again and again, and returns its loss, or None for bare products.
 
     Raises:
         ImportError: its library is not installed.
@@ -135,12 +135,12 @@ def side(name: str, student: Student) -> Callable[[], Tensor | None]:
 
 
 def cpu_names() -> list[str]:
-    """All sides that run on a CPU, in the order of tables."""
+    """List all sides that run on a CPU, in the order of tables."""
     return [name for name in _SIDES if name not in ON_GPU]
 
 
 def available(name: str) -> str | None:
-    """Why a side cannot be had here, or None."""
+    """Return why a side cannot run here, or None."""
     library = PEERS.get(name.partition("-")[0])
     if name in ON_GPU and not torch.cuda.is_available():
         return f"{name} needs a GPU"

@@ -66,7 +66,7 @@ class Case:
 
 
 def llama(width: int, layers: int) -> dict[str, Any]:
-    """The configuration of a Llama of a usual shape."""
+    """Return the configuration of a Llama of a usual shape."""
     return {
         **{"model_type": "llama", "hidden_size": width, "intermediate_size": width * 43 // 16},
         **{"num_hidden_layers": layers, "num_attention_heads": width // 64, "num_key_value_heads": width // 64},
@@ -102,7 +102,10 @@ class Folder:
         (root / "text.txt").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(40_000)))
 
     def argv(self, name: str, case: Case, steps: int = 2, cached: bool = True) -> list[str]:
-        """The arguments of `kdtrain distill` for a case; makes the files that they name, a cache only if `cached`."""
+        """Return the arguments of `kdtrain distill` for a case; make the files that they name.
+
+        A cache is made only if `cached`.
+        """
         spec = self.root / f"{name}.toml"
         write_spec(spec, self._tokenizer(case.vocab_size), case.student)
         data = ("--data", self.root / "text.txt", "--seq-len", SEQ_LEN, "--num-sequences", 32)
@@ -130,7 +133,7 @@ class Folder:
         return path
 
     def _cache(self, size: int) -> Path:
-        """A cache of random tokens with random distributions."""
+        """Make a cache of random tokens with random distributions, unless it exists."""
         path = self.root / f"cache-{size}"
         if path.exists():
             return path
@@ -155,7 +158,7 @@ RETURNING = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "104
 
 
 def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
-    """The high-water mark in bytes of `kdtrain distill` for a case, in a process of its own."""
+    """Return the high-water mark in bytes of `kdtrain distill` for a case, in a process of its own."""
     command = [sys.executable, "-m", "kdtrain", "distill", *folder.argv(name, case, SAVED), *EACH, "--json"]
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
@@ -165,7 +168,7 @@ def peak(folder: Folder, name: str, case: Case, **environment: str) -> float:
 
 
 def estimate(folder: Folder, name: str, case: Case, student: str = "single", world: int = 1) -> MemoryPlan:
-    """The plan of a case, with the needs of a rank; makes the files of the case, but no cache."""
+    """Estimate the plan of a case, with the needs of a rank; make the files of the case, but no cache."""
     config = cli.parse("distill", folder.argv(name, case, cached=False))
     device, length, sizes = torch.device("cpu"), config.data.seq_len, tuple[Any, ...]()
     mode = formats_of(config.precision, config.quantization, device).high
@@ -178,13 +181,13 @@ def estimate(folder: Folder, name: str, case: Case, student: str = "single", wor
 
 
 def compared(plan: MemoryPlan, measured: float) -> dict[str, float]:
-    """MiB by the plan and measured (in bytes), and the difference as a share of what was measured."""
+    """Return MiB by the plan and measured (in bytes), and the difference as a share of the measurement."""
     figures = {"estimated": round(plan.total / 2**20, 1), "measured": round(measured / 2**20, 1)}
     return figures | {"difference": round(plan.total / measured - 1, 3)}
 
 
 def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
-    """MiB by case: estimated, measured, and the difference as a share of what was measured."""
+    """Measure MiB by case: estimated, measured, and the difference as a share of the measurement."""
     alive = peak(folder, "tiny", TINY, **RETURNING)
     rows = {}
     for name, case in cases.items():
@@ -210,7 +213,7 @@ THROUGHPUT = Case(llama(256, 4))
 
 
 def launch(words: list[str], world: int, threads: int, **environment: str) -> str:
-    """What rank 0 of a command prints, which is started once a rank."""
+    """Start a command once a rank, and return what rank 0 prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -233,7 +236,7 @@ def launch(words: list[str], world: int, threads: int, **environment: str) -> st
 
 
 def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
-    """MiB of a rank, estimated and measured (rank 0's), for a student of 26 M parameters in fp32."""
+    """Measure MiB of a rank, estimated and measured (rank 0's), for a student of 26 M parameters in fp32."""
 
     def measured(name: str, case: Case) -> float:
         words = ["-m", "kdtrain", "distill", *folder.argv(name, case, SAVED), *EACH, "--json"]
@@ -251,17 +254,17 @@ def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
 
 
 def in_ranks(options: tuple[object, ...]) -> Case:
-    """The run whose memory is measured in ranks."""
+    """Return the run whose memory is measured in ranks."""
     return Case(llama(512, 8), options=(*options, "--precision", "fp32"))
 
 
 def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> MemoryPlan:
-    """The plan of one of `IN_RANKS`."""
+    """Estimate the plan of one of `IN_RANKS`."""
     return estimate(folder, "ranks", in_ranks(IN_RANKS[name]), "ddp" if name == "DDP" else "fsdp", world)
 
 
 def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:
-    """Calls and bytes of a step, counted and by formula."""
+    """Count calls and bytes of a step, and compare them with the formula."""
     model = load_student(
         ModelSpec(name="x", config=EXCHANGED.student, init="scratch"), vocab_size=2048, seed=0, device="cpu"
     )
@@ -293,7 +296,7 @@ def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:
 
 
 def throughput(folder: Folder, steps: int = 30) -> dict[str, Any]:
-    """Tokens a second."""
+    """Measure the tokens a second of one process, of two ranks, and of one process with two threads."""
     rates = {}
     for name, world, threads in (
         ("one process, one thread", 1, 1),

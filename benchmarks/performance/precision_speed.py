@@ -48,7 +48,10 @@ def main() -> None:
 
 
 def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:
-    """Both prices, as shares of a step. cache: of sequences of `LENGTH` tokens, at least 3 * `BATCH` of them."""
+    """Measure both prices, as shares of a step.
+
+    cache: has sequences of `LENGTH` tokens, at least 3 * `BATCH` of them.
+    """
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": cpu_model(),
@@ -63,7 +66,7 @@ def measure(cache: Path, pairs: int = 30) -> dict[str, Any]:
 
 
 def layer(pairs: int) -> dict[str, float]:
-    """A step in bf16 through the switchable layer, over one without it."""
+    """Measure a step in bf16 through the switchable layer, over one without it."""
     tokens_BT = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     students = [models.make_student("demo", CPU) for _ in range(2 * EACH)]
     for each in students[1::2]:
@@ -86,7 +89,7 @@ def layer(pairs: int) -> dict[str, float]:
 
 
 def gap(cache: Path, pairs: int) -> dict[str, Any]:
-    """A measurement of the gap, in a run that is quantised and in one that is in its fallback."""
+    """Measure the price of the gap, in a run that is quantised and in one that is in its fallback."""
     config = DistillConfig(
         student=STUDENT,
         out=cache.parent / "run",
@@ -114,7 +117,7 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
 
 
 def step_of(model: SplitModel, tokens_BT: torch.Tensor) -> Callable[[], None]:
-    """A compiled forward of a student in bf16, and its backward."""
+    """Compile the forward of a student in bf16; return a function that runs it and its backward."""
     forward = torch.compile(model.forward, dynamic=False)
 
     def step() -> None:

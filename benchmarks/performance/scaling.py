@@ -40,7 +40,7 @@ class Machine:
     """The share of a link's speed that a collective reaches."""
 
     def link(self, gpus: int) -> float:
-        """Bytes a second that a GPU of a ring of `gpus` neighbouring ones sends."""
+        """Return the bytes a second that a GPU sends in a ring of `gpus` neighbouring ones."""
         return self.reached * (self.inside if gpus <= self.node else self.outside)
 
 
@@ -75,12 +75,12 @@ SEQ_LEN, SHARD = 4096, 512
 
 
 def micro_batches(gpus: int) -> int:
-    """Micro-batches of a step on a GPU."""
+    """Return the number of micro-batches of a step on a GPU."""
     return max(1, math.ceil(TOKENS / gpus / MICRO))
 
 
 def exchanged(model: Model, how: str, gpus: int, micros: int, sharing: int | None = None) -> parallelize.Traffic:
-    """Payload of a step in bf16."""
+    """Return the traffic of a step in bf16."""
     if how == "ddp":
         return parallelize.ddp([[round(model.parameters)]])
     layer = [[round(model.in_layers / model.layers)]]
@@ -91,7 +91,7 @@ def exchanged(model: Model, how: str, gpus: int, micros: int, sharing: int | Non
 
 
 def seconds(machine: Machine, model: Model, how: str, gpus: int) -> tuple[float, float]:
-    """(computing, exchanging) of a step: the step takes between their maximum and their sum."""
+    """Return (computing, exchanging) seconds of a step: the step takes between their maximum and their sum."""
     computing = 6 * model.parameters * TOKENS / gpus / (machine.flops * machine.used)
     micros = micro_batches(gpus)
     if how == "hybrid":
@@ -105,13 +105,13 @@ def seconds(machine: Machine, model: Model, how: str, gpus: int) -> tuple[float,
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def bytes_table() -> str:
-    """Bytes that a GPU of 8 sends in a step."""
+    """Tabulate the bytes that a GPU of 8 sends in a step."""
     rows = []
     for model in STUDENTS:
         for how in ("ddp", "fsdp"):
@@ -121,7 +121,7 @@ def bytes_table() -> str:
 
 
 def time_table() -> str:
-    """Predicted step times."""
+    """Tabulate predicted step times."""
     machine, rows = Machine(), []
     for model in STUDENTS:
         for how in ("ddp", "fsdp", "hybrid"):
@@ -143,7 +143,7 @@ def time_table() -> str:
 
 
 def share_table() -> str:
-    """The share of a step that is computing, where nothing overlaps."""
+    """Tabulate the share of a step that is computing, where nothing overlaps."""
     machine, cells = Machine(), []
     for gpus in GPUS:
         ways = ("ddp", "fsdp" if gpus <= machine.node else "hybrid")
@@ -157,7 +157,7 @@ def share_table() -> str:
 
 
 def message_table() -> str:
-    """MB that each rank holds of one layer in bf16: the smallest message of an all-gather."""
+    """Tabulate the MB that each rank holds of one layer in bf16: the smallest message of an all-gather."""
     rows = [
         [model.name, *(f"{2 * model.in_layers / model.layers / gpus / 1e6:.2f}" for gpus in GPUS)] for model in STUDENTS
     ]
@@ -165,13 +165,13 @@ def message_table() -> str:
 
 
 def cached_bytes(codec: str, vocab_size: int) -> float:
-    """Bytes a token of a codec, measured."""
+    """Return the bytes a token of a codec, measured."""
     figure = json.loads(CACHE.read_text())["figures"][f"V = {vocab_size}, {codec}"]
     return float(figure["bytes_per_token"]["total"])
 
 
 def cache_table() -> str:
-    """Size of caches."""
+    """Tabulate the size of caches."""
     vocabularies = (2_048, 151_936)
     sizes = {f"{codec}, V = {vocab:,}": cached_bytes(codec, vocab) for codec in (DRAWN, KEPT) for vocab in vocabularies}
     rows = []
@@ -184,7 +184,7 @@ def cache_table() -> str:
 
 
 def read_table() -> str:
-    """What the trainer reads a second at a vocabulary of 151,936, and the cores that decode it."""
+    """Tabulate what the trainer reads a second at a vocabulary of 151,936, and the cores that decode it."""
     machine, rows = Machine(), []
     reading = json.loads(CACHE.read_text())["figures"]["read"]["tokens_per_second_and_core"]
     for model in STUDENTS:
@@ -200,7 +200,7 @@ def read_table() -> str:
 
 
 def teacher_table() -> str:
-    """Days that the teacher's forward takes."""
+    """Tabulate the days that the teacher's forward takes."""
     machine, rows = Machine(), []
     for name, parameters in TEACHERS.items():
         cells = []
@@ -213,7 +213,10 @@ def teacher_table() -> str:
 
 
 def _beside(each: dict[str, float | None]) -> list[str]:
-    """MiB by the plan, measured, and the difference; a run may not have been measured since the plan changed."""
+    """Return the cells of MiB by the plan, measured, and the difference.
+
+    A run may not have been measured since the plan changed.
+    """
     measured = (
         ["not yet", "-"] if each["measured"] is None else [f"{each['measured']:,.0f}", f"{each['difference']:+.1%}"]
     )
@@ -221,20 +224,20 @@ def _beside(each: dict[str, float | None]) -> list[str]:
 
 
 def memory_table() -> str:
-    """MiB of five runs by the plan, and measured."""
+    """Tabulate the MiB of five runs by the plan, and measured."""
     cases = json.loads(MEASURED.read_text())["memory"]["cases"]
     rows = [[name, *_beside(each), each["most at"]] for name, each in cases.items()]
     return table(["run", "plan", "measured", "plan against measured", "most at"], rows)
 
 
 def ranks_table() -> str:
-    """MiB of a rank by the plan, and measured."""
+    """Tabulate the MiB of a rank by the plan, and measured."""
     rows = [[name, *_beside(each)] for name, each in json.loads(MEASURED.read_text())["memory in ranks"].items()]
     return table(["two ranks, 26 M parameters, fp32", "plan", "measured", "plan against measured"], rows)
 
 
 def throughput_table() -> str:
-    """Tokens a second of one process and of two ranks."""
+    """Tabulate the tokens a second of one process and of two ranks."""
     found = json.loads(MEASURED.read_text())["throughput"]["tokens a second"]
     one = next(iter(found.values()))
     rows = [[name, f"{rate:,.0f}", f"{rate / one:.2f}"] for name, rate in found.items()]
@@ -242,7 +245,7 @@ def throughput_table() -> str:
 
 
 def exchange_table() -> str:
-    """Calls and bytes of a step on two ranks."""
+    """Tabulate calls and bytes of a step on two ranks."""
     rows = []
     for each in json.loads(MEASURED.read_text())["exchange"]:
         said = [
@@ -270,7 +273,7 @@ TABLES = {
 
 
 def filled() -> dict[Path, str]:
-    """The pages, with every table made anew."""
+    """Return the pages, with every table made anew."""
     return tables.placed({name: make() for name, make in TABLES.items()}, PAGES)
 
 

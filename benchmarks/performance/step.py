@@ -111,7 +111,7 @@ class _Shape:
         self.tokens = Tokens(models.token_tensor(self.rows), self.device, self.vocab)
 
     def measured(self, side: str) -> dict[str, Any]:
-        """Memory of a side, then its time in turn with the side it is compared with."""
+        """Measure memory of a side, then its time in turn with the side it is compared with."""
         other = self.sizes.sides[side == "online"]
         source = self._source(side)
         step = self.bench.steps(source)
@@ -130,7 +130,7 @@ class _Shape:
         return found | {"rate": over(times, other, side)}
 
     def compared(self) -> dict[str, Any]:
-        """Seconds a step of every side of a CPU in turn, and their ratios."""
+        """Time every side of a CPU in turn, in seconds a step, and return the ratios."""
         student, (side,) = models.make_student(self.sizes.student, self.device), self.sizes.sides[1:2]
         learned = Bench(student, self.options, **self.shape, temperature_mode="likelihood")
         targets = self._source(side)
@@ -157,13 +157,13 @@ class _Shape:
         }
 
     def profile(self, side: str) -> dict[str, Any]:
-        """Kernels, gaps and copies of a side."""
+        """Profile kernels, gaps and copies of a side."""
         step = self.bench.steps(self._source(side))
         step()
         return profiled(step, 1 if self.options.tiny else 3, self.device)
 
     def _flops(self, side: str) -> float:
-        """Of one token in a step."""
+        """Count the FLOPs of one token in a step."""
         own = models.step_flops(self.sizes.student, self.length)
         return own + models.forward_flops(self.sizes.teacher, self.length) * (side == "online")
 
@@ -190,7 +190,7 @@ class _Shape:
         return held_batch(tokens_BT1, targets)
 
     def _copy(self, targets: DenseTargets) -> float | None:
-        """Seconds to copy a batch's whole distributions from pinned memory, by a sixteenth of them."""
+        """Time the copy of a batch's whole distributions from pinned memory, in seconds, by a sixteenth of them."""
         if self.device.type != "cuda":
             return None
         part = targets.logprobs[: max(1, len(targets) // 16)]

@@ -28,7 +28,7 @@ from teachers import make_teacher
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long is trained."""
+    """The length of the training."""
 
     batch: int = 64
     trial: int = 150
@@ -53,7 +53,7 @@ def run(options: Options) -> int:
 
 
 def _pace(run: Path) -> float:
-    """Tokens a second at the end of a run."""
+    """Return the tokens a second at the end of a run."""
     return [line["tok/s"] for line in RunRecord.read(run).steps if line.get("tok/s")][-1]
 
 
@@ -71,7 +71,7 @@ def _trained(options: Options, sizes: Sizes) -> dict[str, Any]:
 
 
 def _tiny(options: Options, _: Sizes) -> dict[str, Any]:
-    """The training alone, on short sequences, in this process."""
+    """Run the training alone, on short sequences, in this process."""
     folder = tempfile.TemporaryDirectory(dir=options.scratch)
     words = ("--run", f"{folder.name}/run", "--steps", "2", "--batch-size", "2", "--keep-tokenizer")
     before, make_teacher.kdtrain = make_teacher.kdtrain, lambda *each: _in_process([*each], options)
@@ -84,7 +84,7 @@ def _tiny(options: Options, _: Sizes) -> dict[str, Any]:
 
 
 def _in_process(words: list[str], options: Options) -> dict[str, Any]:
-    """`kdtrain WORDS --json` without another interpreter."""
+    """Run `kdtrain WORDS --json` without another interpreter."""
     for flag, value in (("--seq-len", "32"), ("--validation-sequences", "2")):
         words[words.index(flag) + 1] = value
     words += ["--json", "--num-sequences", "4", "--device", options.device.type]

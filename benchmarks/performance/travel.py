@@ -31,10 +31,10 @@ GOAL = 0.97
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Files of a folder, without a log."""
+    """A server of the files of a folder, without a log."""
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def main() -> int:

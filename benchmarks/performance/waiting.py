@@ -69,7 +69,7 @@ def main(settings: Settings) -> None:
 
 
 def _rate(settings: Settings, spins: str, kind: str, many: int) -> float:
-    """Tokens a second of a process, the mean of those that train at once."""
+    """Measure the tokens a second of a process, the mean of `many` that train at once."""
     command = [sys.executable, "-m", "benchmarks.performance.waiting", "--worker", kind, "--steps", str(settings.steps)]
     setting = os.environ | {"GOMP_SPINCOUNT": spins}
     running = [subprocess.Popen(command, env=setting, stdout=subprocess.PIPE, text=True) for _ in range(many)]

@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def encoded(tokens: torch.Tensor, logits: Any) -> dict[str, tuple[dict[str, np.ndarray], CodecSpec]]:
-    """What each codec keeps of the pool, [n, LENGTH + 2, ...]."""
+    """Encode the pool by each codec, arrays [n, LENGTH + 2, ...]."""
     parts: dict[str, list[dict[str, np.ndarray]]] = {name: [] for name in CODECS}
     specs = {
         name: CodecSpec(kind="sparse", vocab_size=2048, top_k=top_k, num_samples=samples)
@@ -86,7 +86,7 @@ def encoded(tokens: torch.Tensor, logits: Any) -> dict[str, tuple[dict[str, np.n
 def verdicts(
     kept: dict[str, np.ndarray], spec: CodecSpec, tokens: torch.Tensor, shift: int, rows: int, draws: int
 ) -> dict[str, Any]:
-    """How often each verdict is returned, and the figures of the last draw."""
+    """Count how often each verdict is returned, and return the figures of the last draw."""
     own = {name: values[:, 1 + shift : 1 + shift + LENGTH] for name, values in kept.items() if name != "broken"}
     text, found = tokens[:, 1 : LENGTH + 2], Counter[str]()
     ones, zeros = torch.ones(rows, LENGTH, dtype=torch.bool), torch.zeros(rows, LENGTH, dtype=torch.int64)

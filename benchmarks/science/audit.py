@@ -148,33 +148,33 @@ class Study:
         self.shuffle = np.roll(np.arange(pool), 7)  # every row gets another's targets
 
     def batches(self) -> Iterator[Batch]:
-        """The pool in parts."""
+        """Yield the pool in batches."""
         for start in range(0, len(self.tokens), BATCH):
             part = slice(start, start + BATCH)
             mask_BT = torch.ones_like(self.segments[part], dtype=torch.bool)
             yield Batch(self.tokens[part], mask_BT, self.segments[part], None)
 
     def row(self, number: int) -> Batch:
-        """One row of the pool."""
+        """Return one row of the pool as a batch."""
         part = slice(number, number + 1)
         return Batch(
             self.tokens[part], torch.ones_like(self.segments[part], dtype=torch.bool), self.segments[part], None
         )
 
     def logits(self, capture: Capture) -> Tensor:
-        """What a capture of the pool gives."""
+        """Compute the logits of a capture of the pool."""
         return torch.cat([capture(part.tokens, part.segments) for part in self.batches()])
 
     def own(self, tokens_BT: Tensor, _: Tensor) -> Tensor:
-        """The right capture."""
+        """Return the logits of the right capture."""
         return self.teacher.logits(tokens_BT[:, :-1], None)
 
     def eager(self, tokens_BT: Tensor, _: Tensor) -> Tensor:
-        """The right capture by other kernels."""
+        """Return the logits of the right capture by other kernels."""
         return self.eager_teacher.logits(tokens_BT[:, :-1], None)
 
     def faulty(self, fault: str) -> Capture:
-        """A capture with a fault; a shuffled shard is a right capture whose rows are exchanged later."""
+        """Make a capture with a fault; a shuffled shard is a right capture whose rows are exchanged later."""
         if fault == "int8 weights":
             teacher = rounded_to_int8(self.teacher)
             assert teacher is not None
@@ -200,7 +200,10 @@ class Study:
         return torch.cat([first_BTV, rest_BTV], 1)
 
     def targets(self, logits_BTV: Tensor, codec: str, seed: int, order: np.ndarray | None) -> SparseTargets:
-        """What a cache of this capture holds, through the codes of the disk; row i gets the targets of `order[i]`."""
+        """Return the targets in a cache of this capture, through the codes of the disk.
+
+        Row i gets the targets of `order[i]`.
+        """
         spec = CodecSpec(kind="sparse", vocab_size=logits_BTV.shape[-1], **CODECS[codec])
         tokens = self.tokens.numpy()
         kept = encode_sequences(logits_BTV, self.tokens[:, 1:], spec, seed=seed, split="train", first=0)
@@ -214,7 +217,7 @@ class Study:
         return decoded
 
     def scored(self, logits_BTV: Tensor, codec: str, seed: int, order: np.ndarray | None = None) -> list[Evidence]:
-        """Each row of the pool, scored by the right teacher."""
+        """Score each row of the pool by the right teacher."""
         targets = self.targets(logits_BTV, codec, seed, order)
         number, found = targets.num_samples, []
         for row in range(len(self.tokens)):
@@ -225,7 +228,7 @@ class Study:
         return found
 
     def divergence(self, logits_BTV: Tensor) -> tuple[float, float]:
-        """KL(faulty || right), nats a token, and the share of rows in which it is above 0.0005."""
+        """Compute KL(faulty || right), nats a token, and the share of rows in which it is above 0.0005."""
         faulty = (each.log_softmax(-1) for each in logits_BTV)
         kl = [
             (other.exp() * (other.clamp(min=-50) - own)).sum(-1).mean()
@@ -236,7 +239,7 @@ class Study:
     def diagnosed(
         self, logits_BTV: Tensor, codec: str, fault: str, order: np.ndarray | None, scored: list[Evidence]
     ) -> dict[str, Any]:
-        """How often the fault that was injected is named, over audits of half of the pool, and one of the diagnoses."""
+        """Diagnose audits of half of the pool; return how often they name the injected fault, and an example."""
         targets = self.targets(logits_BTV, codec, 0, order)
 
         @functools.cache
@@ -259,7 +262,7 @@ class Study:
         return {"right": right, "example": dataclasses.asdict(named[0])}
 
     def tolerance(self) -> dict[str, float]:
-        """Root of the mean square distance of the label's log p from fp32."""
+        """Measure the root mean square distance of the label's log p from fp32."""
         rounded = rounded_to_int8(self.teacher)
         assert rounded is not None
         labels_BT1, found = self.tokens[:, 1:, None], {}
@@ -271,7 +274,7 @@ class Study:
 
 
 def loaded(mode: str, **changes: Any) -> LocalTeacher:
-    """The shipped teacher."""
+    """Load the shipped teacher."""
     spec = dataclasses.replace(read_spec(TEACHER, "teachers"), **changes)
     teacher = LocalTeacher(spec, torch.device("cpu"), mode)
     teacher.load()
@@ -279,7 +282,7 @@ def loaded(mode: str, **changes: Any) -> LocalTeacher:
 
 
 def with_noise(teacher: LocalTeacher, size: float) -> LocalTeacher:
-    """A copy whose matrices have normal noise of `size` times the root of their mean square."""
+    """Copy a teacher, and add to its matrices normal noise of `size` times the root of their mean square."""
     noisy, generator = copy.copy(teacher), torch.Generator().manual_seed(0)
     noisy.model = copy.deepcopy(teacher.model)
     with torch.no_grad():
@@ -291,7 +294,7 @@ def with_noise(teacher: LocalTeacher, size: float) -> LocalTeacher:
 
 
 def nucleus(logits_BTV: Tensor, p: float) -> Tensor:
-    """Logits without the entries beyond the mass `p`; the entry that crosses it stays."""
+    """Remove the entries beyond the mass `p` from logits; the entry that crosses it stays."""
     ordered = logits_BTV.softmax(-1).sort(-1, descending=True)
     cut = torch.zeros_like(logits_BTV, dtype=torch.bool)
     cut.scatter_(-1, ordered.indices, ordered.values.cumsum(-1) - ordered.values >= p)
@@ -299,7 +302,7 @@ def nucleus(logits_BTV: Tensor, p: float) -> Tensor:
 
 
 def false_alarms(scored: Sequence[list[Evidence]], audits: int) -> dict[str, Any]:
-    """Audits of 20 to 50 rows, each row with the samples of one of its seeds: how many fail, and by which test."""
+    """Run audits of 20 to 50 rows, each row with the samples of one of its seeds; count failures by test."""
     random, failed = np.random.RandomState(3), 0
     by_test: dict[str, int] = {}
     least: dict[str, float] = {}
@@ -316,7 +319,7 @@ def false_alarms(scored: Sequence[list[Evidence]], audits: int) -> dict[str, Any
 
 
 def power(scored: Sequence[Evidence], draws: int) -> dict[str, float]:
-    """The share of audits that fail, by rows read."""
+    """Measure the share of audits that fail, by rows read."""
     random, found = np.random.RandomState(4), {}
     for number in (each for each in ROWS if each <= len(scored)):
         chosen = (random.choice(len(scored), number, replace=False) for _ in range(draws))

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def doubled(series: list[Line], begin: int) -> list[Line]:
-    """`series` as if its loss had doubled at step `begin`."""
+    """Return `series` as if its loss had doubled at step `begin`."""
     added = next(line["loss"] for line in series if line["step"] == begin and "loss" in line)
     parts = ("loss", "ce", "kd_T1", "validation/loss")
     return [
@@ -62,12 +62,12 @@ def doubled(series: list[Line], begin: int) -> list[Line]:
 
 
 def factor() -> Rule:
-    """Above 3 times the mean of the last 128 clean losses, three times in a row."""
+    """Make a rule: above 3 times the mean of the last 128 clean losses, three times in a row."""
     return _row(lambda clean: 3 * math.fsum(clean) / len(clean))
 
 
 def mad() -> Rule:
-    """Above median + 6 * 1.4826 * MAD of the last 128 clean losses, three times in a row."""
+    """Make a rule: above median + 6 * 1.4826 * MAD of the last 128 clean losses, three times in a row."""
 
     def threshold(clean: deque[float]) -> float:
         middle = median(clean)
@@ -95,7 +95,7 @@ def _row(threshold: Callable[[deque[float]], float]) -> Rule:
 
 
 def spike() -> Rule:
-    """`SpikeDetector`, as the command has it."""
+    """Make a rule of `SpikeDetector`, as the command has it."""
     detector = SpikeDetector(GuardsConfig().spike_patience)
 
     def alarm(line: Line) -> bool:
@@ -108,7 +108,7 @@ def spike() -> Rule:
 
 
 def divergence() -> Rule:
-    """`DivergenceWatch`, as the command has it."""
+    """Make a rule of `DivergenceWatch`, as the command has it."""
     watch = DivergenceWatch(GuardsConfig().max_loss_ratio)
 
     def alarm(line: Line) -> bool:
@@ -120,7 +120,7 @@ def divergence() -> Rule:
 
 
 def both() -> Rule:
-    """The two of the command together."""
+    """Make the rule of the command's two together."""
     rules = spike(), divergence()
 
     def alarm(line: Line) -> bool:
@@ -140,13 +140,13 @@ RULES: dict[str, Callable[[], Rule]] = {
 
 
 def first_alarm(make: Callable[[], Rule], series: list[Line]) -> int | None:
-    """The step of the first alarm."""
+    """Return the step of the first alarm."""
     rule = make()
     return next((int(line["step"]) for line in series if rule(line)), None)
 
 
 def judge(make: Callable[[], Rule], series: dict[str, list[Line]]) -> dict[str, Any]:
-    """False alarms on sound runs, the step of the alarm on the others, and how many doubled losses were found."""
+    """Count false alarms on sound runs and doubled losses that are found; note the step of the alarm on wrong runs."""
     false = {name: step for name in SOUND if (step := first_alarm(make, series[name])) is not None}
     delays = {name: [*_delays(make, series[name])] for name in SOUND}
     late = {name: sum(each > WITHIN for each in found) for name, found in delays.items()}

@@ -28,7 +28,7 @@ def write(path: Path) -> Path:
 
 
 def texts() -> list[str]:
-    """The docstrings of each module, in the order of its path, without duplicates."""
+    """Collect the docstrings of each module, in the order of its path, without duplicates."""
     found, seen = [], set()
     for library in LIBRARIES:
         spec = importlib.util.find_spec(library)
@@ -42,7 +42,7 @@ def texts() -> list[str]:
 
 
 def docstrings(path: Path) -> list[str]:
-    """The docstrings of a module, its own first; none of one that does not parse."""
+    """Return the docstrings of a module, its own first; none of one that does not parse."""
     try:
         tree = ast.parse(path.read_text(errors="replace"))
     except SyntaxError:

@@ -71,13 +71,13 @@ def main() -> int:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Validation tokens [B, T+1] and the teacher's logits [B, T, V]."""
+    """Return validation tokens [B, T+1] and the teacher's logits [B, T, V]."""
     tokens_BT, teacher = token_tensor(packed(TEACHER, "validation", SEQUENCES, LENGTH)), teacher_logits(TEACHER)
     return tokens_BT, torch.cat([teacher(row[None, :-1], None) for row in tokens_BT])
 
 
 def trained(steps: int) -> SplitModel:
-    """The student after some steps of distillation from all that the teacher says."""
+    """Train the student for some steps by distillation from whole distributions of the teacher."""
     with tempfile.TemporaryDirectory() as scratch:
         words = f"--data stdlib --seq-len {LENGTH} --num-sequences {8 * steps} --validation-sequences 8 --alpha 1"
         words += f" --temperature 1 --steps {steps} --batch-size 8 --lr 2e-3 --no-compile --precision fp32"
@@ -87,7 +87,7 @@ def trained(steps: int) -> SplitModel:
 
 
 def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[str, Any]:
-    """The student's KL from the teacher, and a row for each case and rule."""
+    """Compute the student's KL from the teacher, and a row for each case and rule."""
     student.eval()
     kl, full = gradient(
         student,
@@ -113,14 +113,14 @@ def angles(student: SplitModel, tokens_BT: Tensor, logits_BTV: Tensor) -> dict[s
 
 
 def parts(tokens_BT: Tensor, logits_BTV: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batches."""
+    """Split tokens and logits into micro-batches."""
     return list(zip(tokens_BT.split(MICRO), logits_BTV.split(MICRO), strict=True))
 
 
 def gradient(
     student: SplitModel, tokens_BT: Tensor, targets: list, tail: str = "ghost"
 ) -> tuple[float, dict[str, Tensor]]:
-    """KD a token, and the gradient of its mean over the batch by space."""
+    """Compute KD a token, and the gradient of its mean over the batch by space."""
     student.zero_grad()
     number, total, of_logits = tokens_BT[:, 1:].numel(), 0.0, []
     for part_BT, given in zip(tokens_BT.split(MICRO), targets, strict=True):
@@ -146,7 +146,7 @@ def gradient(
 
 
 def compare(full: Tensor, other: Tensor) -> dict[str, float]:
-    """Angle in degrees and |other| / |full|."""
+    """Compute the angle in degrees and |other| / |full|."""
     full, other = full.double(), other.double()
     cosine = (full @ other / full.norm() / other.norm()).clamp(-1, 1).item()
     return {"angle": math.degrees(math.acos(cosine)), "norm": (other.norm() / full.norm()).item()}

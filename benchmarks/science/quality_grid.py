@@ -34,7 +34,7 @@ CACHES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One student: all that distinguishes it from the others."""
+    """The run of one student: all options that distinguish it from the others."""
 
     corpus: str = "stdlib"
     student: str = "1m"
@@ -49,12 +49,12 @@ class Run:
 
     @property
     def source(self) -> str:
-        """The name of its cache's folder."""
+        """The name of the folder of its cache."""
         return f"{self.corpus}-{self.cache}" + (f"-{self.sequences}" if self.sequences else "")
 
 
 def tail(name: str) -> tuple[str, ...]:
-    """The option that names a tail rule; none for the default ones."""
+    """Return the option that names a tail rule; none for the default ones."""
     return () if name in ("ghost", "sampled") else ("--tail", name)
 
 
@@ -68,12 +68,12 @@ DOCSTRINGS: dict[str, Any] = {"corpus": "docstrings", "sequences": 6000}
 
 
 def rates() -> list[Run]:
-    """The learning rate, tried as often for cross-entropy as for distillation."""
+    """List runs over the learning rate, tried as often for cross-entropy as for distillation."""
     return [Run(lr=lr, options=options) for lr in RATES for options in (PLAIN, ())]
 
 
 def tails() -> list[Run]:
-    """What a cache keeps, and the rule for the rest."""
+    """List runs over what a cache keeps, and over the rule for the rest."""
     rules = ("ghost", "drop", "renormalize", RENORMALIZED_TEACHER)
     return [
         Run(options=PLAIN),
@@ -86,12 +86,12 @@ def tails() -> list[Run]:
 
 
 def samples() -> list[Run]:
-    """Systematic against independent samples, as many of them, without cross-entropy."""
+    """List runs of systematic against independent samples, as many of them, without cross-entropy."""
     return [Run(cache=cache, options=ALONE) for cache in ("i16", "s16", "i40", "s50")]
 
 
 def paper() -> list[Run]:
-    """The methods of Sparse Logit Sampling (arXiv 2503.16870), as there without cross-entropy."""
+    """List the methods of Sparse Logit Sampling (arXiv 2503.16870), as there without cross-entropy."""
     return [
         Run(options=PLAIN),
         *(Run(cache=cache, options=(*ALONE, *tail(RENORMALIZED_TEACHER))) for cache in ("k12", "k50")),
@@ -102,7 +102,7 @@ def paper() -> list[Run]:
 
 
 def temperatures() -> list[Run]:
-    """T fixed and learned, from a cache and from whole distributions."""
+    """List runs with T fixed and learned, from a cache and from whole distributions."""
     fixed = [("--temperature", T) for T in ("0.7", "1.5", "2", "3")]
     learned = [("--temperature-mode", mode) for mode in ("likelihood", "adversarial", "minimize")]
     return [
@@ -112,48 +112,54 @@ def temperatures() -> list[Run]:
 
 
 def weights() -> list[Run]:
-    """Alpha, fixed and falling, for a rule with a bias, one without, and whole distributions."""
+    """List runs over alpha, fixed and falling, for a rule with a bias, one without, and whole distributions."""
     choices = (("--alpha", "0.5"), (), ALONE, ("--alpha-schedule", "linear"))
     caches = ("k12", "s50", "k8i24", "dense")
     return [Run(options=PLAIN), *(Run(cache=cache, options=options) for cache in caches for options in choices)]
 
 
 def divergences() -> list[Run]:
-    """Other divergences than forward KL."""
+    """List runs of other divergences than forward KL."""
     names = ("reverse-kl", "jsd", "skew-kl", "skew-reverse-kl")
     return [Run(), *(Run(options=("--divergence", name)) for name in names)]
 
 
 def warmups() -> list[Run]:
-    """Steps of warm-up, for both kinds of student."""
+    """List runs over the steps of warm-up, for both kinds of student."""
     steps = ((), ("--warmup-steps", "10"), ("--warmup-steps", "200"))
     return [replace(kind, options=(*kind.options, *each)) for kind in (CROSS_ENTROPY, SAMPLES) for each in steps]
 
 
 def final() -> list[Run]:
-    """The recommended settings and their alternatives, for the small student after four times the tokens."""
+    """List the recommended settings and their alternatives, for the small student after four times the tokens."""
     return [replace(run, steps=LONG) for run in CHOICES]
 
 
 def larger() -> list[Run]:
-    """The same of a student three times as large, after as many tokens as the other studies."""
+    """List the same runs of a student three times as large, after as many tokens as the other studies."""
     return [replace(run, student="3m") for run in CHOICES]
 
 
 def second() -> list[Run]:
-    """The same on a text that the teacher was not trained on, which decided on alpha alone, and a smaller alpha."""
+    """List the same runs on a text that the teacher was not trained on, and a smaller alpha.
+
+    This text decided on alpha alone.
+    """
     return [replace(run, **DOCSTRINGS) for run in (*CHOICES, replace(SAMPLES, options=("--alpha", "0.5")))]
 
 
 def epochs() -> list[Run]:
-    """1 to 8 passes over a quarter of the text, over which the teacher ran once, and one pass over the whole."""
+    """List runs of 1 to 8 passes over a quarter of the text, and of one pass over the whole.
+
+    The teacher ran once over the quarter.
+    """
     kinds = [replace(SAMPLES, options=kind) for kind in (PLAIN, ())]
     quarter = [replace(kind, sequences=QUARTER, steps=PASS * each) for each in PASSES for kind in kinds]
     return [*quarter, *(replace(kind, steps=4 * PASS) for kind in kinds)]
 
 
 def compared() -> list[tuple[Run, Run]]:
-    """Pairs that are compared, besides the first row of a table; both have the same seeds, steps and text."""
+    """List the pairs that are compared, besides the first row of a table; both have the same seeds, steps and text."""
     alone, kept = replace(SAMPLES, options=ALONE), Run()
     main = [(alone, WHOLE), (SAMPLES, WHOLE), (SAMPLES, kept), (alone, SAMPLES)]
     top_k_alone = replace(kept, options=ALONE)
@@ -179,7 +185,7 @@ def compared() -> list[tuple[Run, Run]]:
 
 
 def pairs() -> list[Run]:
-    """Both sides of all that is compared."""
+    """List both sides of all compared pairs."""
     return [*dict.fromkeys(run for pair in compared() for run in pair)]
 
 

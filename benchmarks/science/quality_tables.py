@@ -60,7 +60,7 @@ Record = dict[str, Any]
 
 
 def cell(values: Iterable[float | None], form: str) -> str:
-    """One value, or mean ± standard deviation of several; a dash where nothing was measured."""
+    """Format one value, or mean ± standard deviation of several; a dash where nothing was measured."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -69,7 +69,7 @@ def cell(values: Iterable[float | None], form: str) -> str:
 
 
 def seeds(result: Record, run: Run) -> dict[int, Record]:
-    """The records of a run by seed, its own seed aside."""
+    """Return the records of a run by seed, whatever its own seed."""
     wanted = {name: value for name, value in vars(run).items() if name != "seed"}
     wanted["options"] = list(run.options)
     return {each["seed"]: each for each in result["runs"] if all(each[name] == wanted[name] for name in wanted)}
@@ -87,7 +87,7 @@ class Difference:
         return self.text("+.4f")
 
     def text(self, form: str) -> str:
-        """The mean in a format, and its interval; bold where 0 is outside."""
+        """Format the mean and its interval; bold where 0 is outside."""
         if math.isinf(self.half):
             return f"{self.mean:{form}} (one seed)"
         text = f"{self.mean:{form}} ± {self.half:{form.removeprefix('+')}}"
@@ -95,7 +95,7 @@ class Difference:
 
 
 def difference(result: Record, run: Run, other: Run, measure: str = "loss") -> Difference | None:
-    """The paired difference of two runs; None where they have no seed in common."""
+    """Compute the paired difference of two runs; return None where they have no seed in common."""
     own, theirs = seeds(result, run), seeds(result, other)
     gaps = [own[seed]["test"][measure] - theirs[seed]["test"][measure] for seed in sorted(own.keys() & theirs.keys())]
     if not gaps:
@@ -107,19 +107,19 @@ def difference(result: Record, run: Run, other: Run, measure: str = "loss") -> D
 
 
 def plain(run: Run) -> Run:
-    """Cross-entropy on the same text, steps and rate."""
+    """Return the run of cross-entropy on the same text, steps and rate."""
     return replace(run, cache="k12", options=PLAIN)
 
 
 def full(run: Run) -> Run:
-    """Whole distributions, without cross-entropy, on the same text, steps and rate."""
+    """Return the run of whole distributions, without cross-entropy, on the same text, steps and rate."""
     return replace(run, cache="dense", options=ALONE)
 
 
 def gap(result: Record, run: Run) -> list[float]:
-    """The share of the gap between cross-entropy and whole distributions that is closed, a number a seed.
+    """Compute the share of the gap between cross-entropy and whole distributions that is closed, a number a seed.
 
-    Empty where whole distributions are no better than cross-entropy at a seed: there is no gap to close.
+    The list is empty where whole distributions are no better than cross-entropy at a seed: there is no gap to close.
     """
     sides = (run, plain(run), full(run))
     loss = [{seed: each["test"]["loss"] for seed, each in seeds(result, side).items()} for side in sides]
@@ -131,7 +131,7 @@ def gap(result: Record, run: Run) -> list[float]:
 
 
 def describe(run: Run) -> str:
-    """The distinguishing options of a run, in words."""
+    """Describe the distinguishing options of a run, in words."""
     options = dict(zip(run.options[::2], run.options[1::2], strict=True))
     if options.get("--alpha") == "0":
         words = ["cross-entropy"]
@@ -157,7 +157,7 @@ def describe(run: Run) -> str:
 
 
 def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, rate: bool = False) -> str:
-    """A row a run that has a record, and how its loss differs from that of `against`."""
+    """Tabulate the runs that have a record, a row a run, and how the loss differs from that of `against`."""
     measures = [NAMES.get(name, name) for name in FORMS]
     other = [] if against is None else [f"loss less that of {describe(against)}"]
     head = ["student", *(["rate"] if rate else []), "bytes per token", "seeds", *measures, "gap closed", *other]
@@ -175,13 +175,13 @@ def table(result: Record, runs: Iterable[Run], *, against: Run | None = None, ra
 
 
 def size(result: Record, run: Run) -> str:
-    """Bytes a token of its cache, everything included; a dash where nothing of it is used."""
+    """Format the bytes a token of a run's cache, everything included; a dash where nothing of it is used."""
     known = result["caches"].get(run.source)
     return "-" if known is None or run.options[:2] == PLAIN else f"{known['bytes_per_token']:,.1f}"
 
 
 def share(values: list[float]) -> str:
-    """A share and its standard error."""
+    """Format a share and its standard error."""
     if not values:
         return "-"
     text = f"{statistics.mean(values):.0%}"
@@ -189,13 +189,13 @@ def share(values: list[float]) -> str:
 
 
 def markdown(head: list[str], rows: Iterable[list[str]], left: int = 1) -> str:
-    """A table, whose first columns are aligned to the left."""
+    """Format a table, whose first columns are aligned to the left."""
     lines = [f"| {' | '.join(head)} |".replace("|  |", "| |"), "|" + "---|" * left + "--:|" * (len(head) - left)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def published(result: Record) -> str:
-    """The methods of Sparse Logit Sampling, theirs beside ours: loss, share of the gap and ECE."""
+    """Tabulate the methods of Sparse Logit Sampling, theirs beside ours: loss, share of the gap and ECE."""
     rows = []
     for (method, (_, loss, ece)), run in zip(PUBLISHED_LOSSES.items(), STUDIES["paper"](), strict=True):
         found = seeds(result, run)
@@ -210,7 +210,7 @@ def published(result: Record) -> str:
 
 
 def times(result: Record) -> str:
-    """Tokens a second of each kind of training, and what it takes to reach the loss at which cross-entropy ends.
+    """Tabulate tokens a second of each kind of training, and its cost to reach the loss at which cross-entropy ends.
 
     An online teacher's student is the one from a cache of whole distributions, at another rate. The teacher's forwards
     are in the online teacher's time and in no other: a cache is made once.
@@ -231,7 +231,7 @@ def times(result: Record) -> str:
 
 
 def _mean_curve(result: Record, run: Run) -> list[tuple[float, float]]:
-    """Tokens and the mean validation loss over seeds."""
+    """Return tokens and the mean validation loss over seeds."""
     curves = [each["validation"] for each in seeds(result, run).values()]
     width = result["settings"]["batch_size"] * result["settings"]["seq_len"]
     columns = zip(*(curve["loss"] for curve in curves), strict=True)
@@ -240,7 +240,10 @@ def _mean_curve(result: Record, run: Run) -> list[tuple[float, float]]:
 
 
 def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
-    """The tokens after which a curve first meets `goal`, on straight lines between its points; None if it does not."""
+    """Return the tokens after which a curve first meets `goal`, on straight lines between its points.
+
+    None: it does not meet it.
+    """
     for (tokens, loss), (later, lower) in pairwise(curve):
         if lower <= goal:
             return tokens + (later - tokens) * min(max((loss - goal) / (loss - lower), 0.0), 1.0)
@@ -248,7 +251,7 @@ def reached(curve: list[tuple[float, float]], goal: float) -> float | None:
 
 
 def differences(result: Record) -> str:
-    """How much lower or higher loss and ECE of one student are than another's, seed by seed."""
+    """Tabulate how much lower or higher loss and ECE of one student are than another's, seed by seed."""
     changing = ["difference in loss", "difference in ECE"]
     head = ["student", "against", "size", "text", "million tokens", "seeds", *changing]
     rows = []
@@ -265,7 +268,7 @@ def differences(result: Record) -> str:
 
 
 def passes(result: Record) -> str:
-    """The losses of both kinds of student by how much text there was, and how often they saw it."""
+    """Tabulate the losses of both kinds of student by how much text there was, and how often they saw it."""
     text = {QUARTER: "a quarter", None: "the whole"}
     head = ["text", "passes", "million tokens", "cross-entropy", "from the teacher", "difference"]
     rows = []
@@ -283,7 +286,7 @@ def passes(result: Record) -> str:
 
 
 def stopping(result: Record) -> str:
-    """What early stopping at `INTERVAL` steps would have ended of the long runs, by its patience."""
+    """Tabulate by patience the long runs that early stopping at `INTERVAL` steps would have ended."""
     curves = [each["validation"] for each in result["runs"] if each["steps"] == LONG]
     rows = []
     for patience in PATIENCE:
@@ -293,7 +296,10 @@ def stopping(result: Record) -> str:
 
 
 def given_up(curve: Record, patience: int) -> float | None:
-    """The loss where early stopping would have ended a run, less that of the last step; None if it would not have."""
+    """Return the loss where early stopping would have ended a run, less that of the last step.
+
+    None: it would not have ended it.
+    """
     guard = EarlyStopping(
         StoppingConfig(early_stopping=True, early_stopping_interval=INTERVAL, early_stopping_patience=patience)
     )
@@ -305,7 +311,7 @@ def given_up(curve: Record, patience: int) -> float | None:
 
 
 def blocks(result: Record) -> dict[str, str]:
-    """The tables by their markers in the page; each student is compared with the first of its study."""
+    """Return the tables by their markers in the page; each student is compared with the first of its study."""
     tables = {}
     for name, study in STUDIES.items():
         runs = study()

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def range_test(cache: Path, alpha: float, steps: int, seed: int) -> dict[str, Any]:
-    """One run of a fresh student whose rate rises from 1e-6 to 1: rates, losses, and what readers of them suggest."""
+    """Run a fresh student whose rate rises from 1e-6 to 1; return rates, losses, and what readers of them suggest."""
     torch.manual_seed(seed)
     data = kd.Cache(str(cache))
     model = load_student(read_spec(STUDENT), vocab_size=data.manifest.vocab_size, seed=seed, device="cpu")
@@ -63,7 +63,7 @@ def range_test(cache: Path, alpha: float, steps: int, seed: int) -> dict[str, An
 
 
 def read_range(tried: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
-    """What fastai suggests: where the smoothed loss falls fastest, and a tenth of the rate where it is lowest."""
+    """Return fastai's suggestions: where the smoothed loss falls fastest, and a tenth of the rate where it is least."""
     smooth, average = list[float](), 0.0
     for number, loss in enumerate(losses, 1):
         average = 0.98 * average + 0.02 * loss

@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def _once(out: Path, name: str, *command: str) -> dict[str, Any]:
-    """What the command printed, and its seconds; run only if it has not ended before."""
+    """Run the command unless it has ended before; return what it printed, and its seconds."""
     file, began = out / f"{name}.json", time.perf_counter()
     if not file.exists():
         printed = kdtrain(*command)

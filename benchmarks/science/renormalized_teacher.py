@@ -16,7 +16,7 @@ from kdtrain.objective.targets import SparseTargets
 
 @register_tail(RENORMALIZED_TEACHER)
 def renormalized_teacher(targets: SparseTargets, statistics: Statistics, beta: Tensor) -> Events:
-    """The teacher's top-k scaled to 1, the student over the whole vocabulary."""
+    """Scale the teacher's top-k to 1, and leave the student over the whole vocabulary."""
     teacher_RH = torch.log_softmax(beta * targets.logprobs[:, : targets.top_k], dim=-1)
     student_RH = beta * statistics.kept[:, : targets.top_k] - statistics.lse_beta(beta)[:, None]
     return Events(teacher_RH, student_RH)

@@ -70,13 +70,13 @@ def main() -> int:
 
 
 def energies(spec_name: str, sequences: int) -> Tensor:
-    """log p [N, V] in fp64 of the teacher at 128 positions of each of some validation sequences."""
+    """Compute log p [N, V] in fp64 of the teacher at 128 positions of each of some validation sequences."""
     tokens_BT, teacher = token_tensor(packed(spec_name, "validation", sequences, 512)), teacher_logits(spec_name)
     return torch.cat([teacher(row[None, :-1], None)[0, ::4].double().log_softmax(-1) for row in tokens_BT])
 
 
 def students(energy_NV: Tensor, unigram_V: Tensor) -> dict[str, Tensor]:
-    """Logits [N, V] by name, near ones first."""
+    """Make logits [N, V] by name, near ones first."""
     noise_NV = torch.randn(energy_NV.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     near = {f"log p + noise of {sigma:g}": energy_NV + sigma * noise_NV for sigma in (0.1, 0.3, 1.0, 2.0)}
     return near | {
@@ -88,7 +88,7 @@ def students(energy_NV: Tensor, unigram_V: Tensor) -> dict[str, Tensor]:
 
 
 def compare(energy_NV: Tensor, student_NV: Tensor, top_k: int, num_samples: int, temperature: float) -> dict[str, Any]:
-    """Relative squared errors by rule, of a token and of a batch."""
+    """Compute relative squared errors by rule, of a token and of a batch."""
     case = Case(energy_NV, student_NV, top_k, 1 / temperature)
     rules: dict[str, tuple[Tensor, Tensor | None]] = {"ghost": (case.ghost_NV, None)}
     if num_samples:
@@ -128,7 +128,7 @@ class Case:
         self.distance_N1 = inside_NV.sum(-1, keepdim=True) + p_N1 * (p_N1 / q_N1).log()
 
     def estimates(self, num_samples: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """By rule: the mean of the estimated gradient [N, V] and the variance that one draw has, summed [N]."""
+        """Compute by rule the mean of the estimated gradient [N, V], and the variance of one draw, summed [N]."""
         p_NV, shaped_NV = self.tail_p_NV, self.shaped_NV
         best_N1 = self._best()
         plain_NV = self.q_NV * p_NV.sum(-1, keepdim=True) - p_NV
@@ -158,12 +158,12 @@ class Case:
         return self.ghost_NV + mean_NV, self._square(value_NV, self.inner_NV) - mean_NV.square().sum(-1)
 
     def _square(self, value_NV: Tensor, base_NV: Tensor) -> Tensor:
-        """[N] the mean over samples k of |(value_k / chance_k) (e_k - base)|^2."""
+        """Compute the mean over samples k of |(value_k / chance_k) (e_k - base)|^2, [N]."""
         size_NV = 1 - 2 * base_NV + base_NV.square().sum(-1, keepdim=True)
         return (value_NV.square() / self.chance_NV.clamp(min=1e-300) * size_NV * self.outside_NV).sum(-1)
 
     def _best(self) -> Tensor:
-        """[N, 1] the blend with the least variance."""
+        """Return the blend [N, 1] with the least variance."""
         weight_NV = (1 - 2 * self.inner_NV + self.inner_NV.square().sum(-1, keepdim=True)) * self.outside_NV
         weight_NV = weight_NV / self.chance_NV.clamp(min=1e-300)
         mixed_N1 = (weight_NV * self.tail_p_NV * self.shaped_NV).sum(-1, keepdim=True)

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(runs: Path) -> dict[str, Any]:
-    """The whole record."""
+    """Measure the whole record."""
     logits, student = Logits(runs), runs / "student" / "seed-0"
     others = [name for name in DIVERGENCES.builtin if name not in ("forward-kl", "logit-mse")]
     settings = {"teacher": TEACHER, "student": STUDENT, "top_k": 12, "bounds": BOUNDS, "grid": GRID}
@@ -71,7 +71,7 @@ def measure(runs: Path) -> dict[str, Any]:
 
 
 def trained(runs: Path, mode: str, start: float) -> dict[str, Any]:
-    """T in a run of the command, and what its events say of a bound."""
+    """Return T in a run of the command, and what its events say of a bound."""
     run = RunRecord.read(runs / f"{mode}-{start}" / "seed-0")
     bounds = [event.details["bound"] for event in run.events if event.event == "temperature-bound"]
     return {
@@ -84,7 +84,7 @@ def trained(runs: Path, mode: str, start: float) -> dict[str, Any]:
 
 
 class Logits:
-    """Hidden states of the student at a step, and the teacher's targets, on four sequences of the validation split."""
+    """The student's hidden states at a step, and the teacher's targets, on four sequences of the validation split."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
@@ -93,7 +93,10 @@ class Logits:
         self.batches = {"cache": source.read(np.arange(4)), "whole": whole.read(np.arange(4))}
 
     def loss(self, step: int, kind: str) -> Any:
-        """T, divergence -> T^2 D of the student after `step` steps: the mean over tokens, differentiable in T alone."""
+        """Return the function T, divergence -> T^2 D of the student after `step` steps.
+
+        T^2 D is the mean over tokens, differentiable in T alone.
+        """
         if step:
             student = open_student(str(self.runs / f"student/seed-0/checkpoints/step-{step:08d}"), CPU)[0]
         else:
@@ -110,7 +113,7 @@ class Logits:
         return loss
 
     def curve(self, step: int, kind: str, divergence: str) -> dict[str, Any]:
-        """The loss over the grid, and the T of its maximum within the bounds."""
+        """Compute the loss over the grid, and the T of its maximum within the bounds."""
         print(f"curve: {divergence}, step {step}, {kind}", file=sys.stderr)
         loss = self.loss(step, kind)
         values = [loss(T, divergence).item() for T in GRID]
@@ -118,7 +121,7 @@ class Logits:
         return {"divergence": divergence, "step": step, "targets": kind, "loss": values, "top": max(inside)[1]}
 
     def path(self, step: int, mode: str, start: float, steps: int) -> dict[str, Any]:
-        """T before each of `steps` updates by Adam, and after the last."""
+        """Return T before each of `steps` updates by Adam, and after the last."""
         print(f"path: {mode} from {start}", file=sys.stderr)
         loss, batch = self.loss(step, "cache"), self.batches["cache"]
         temperature = build_temperature(

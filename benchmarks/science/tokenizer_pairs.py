@@ -87,7 +87,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def measure(teacher: Any, student: Any, halves: dict[str, tuple[list[str], list[str]]]) -> dict[str, Any]:
-    """The figures of a pair by text, or why it is refused.
+    """Measure the figures of a pair by text, or return why it is refused.
 
     halves: of each text the documents that cells are merged on, and those that are measured.
     """
@@ -99,7 +99,7 @@ def measure(teacher: Any, student: Any, halves: dict[str, tuple[list[str], list[
 
 
 def _text(alignment: Alignment, counted: list[str], measured: list[str]) -> dict[str, Any]:
-    """The figures of one text."""
+    """Measure the figures of one text."""
     worker, cells = alignment.transcoder(), alignment.cells
     try:
         streams = [_stream(worker.teacher, part) for part in (counted, measured)]
@@ -132,7 +132,7 @@ def _apart(cells: Cells, at: np.ndarray) -> float:
 
 
 def _stream(tokenizer: ByteTokenizer, texts: list[str]) -> np.ndarray:
-    """Documents in the teacher's tokens, each with its end."""
+    """Encode documents in the teacher's tokens, each with its end."""
     end = tokenizer.tokenizer.eos_token_id
     ids = [[*each, *([] if end is None else [end])] for each in tokenizer.cut(texts)]
     stream = np.zeros(sum(map(len, ids)), TAUGHT)
@@ -143,7 +143,7 @@ def _stream(tokenizer: ByteTokenizer, texts: list[str]) -> np.ndarray:
 
 
 def _kept(streams: list[np.ndarray], at: np.ndarray, cells: Cells, merged: Cells) -> dict[str, float]:
-    """Nats of the bigram model at common boundaries, and the shares that cells keep before and after merging."""
+    """Compute the bigram model's nats at common boundaries, and the shares that cells keep before and after merging."""
     size = len(cells.of_teacher)
     counted, measured = (stream["token"].astype(np.int64) for stream in streams)
     alone = np.bincount(counted, minlength=size) / len(counted)
@@ -183,7 +183,7 @@ def _files(place: Path) -> Iterator[str]:
 
 
 def _halves(texts: Iterator[str], characters: int) -> tuple[list[str], list[str]]:
-    """Documents of about `PIECE` characters, in turn for counting and for measuring."""
+    """Cut texts into documents of about `PIECE` characters, in turn for counting and for measuring."""
     pieces, lines, size, total = list[str](), list[str](), 0, 0
     for line in itertools.chain.from_iterable(text.splitlines(keepends=True) for text in texts):
         lines.append(line)

@@ -320,7 +320,7 @@ Verdict = tuple[bool | None, str, str, dict[str, Any]]
 
 
 def check_initial_loss(run: Run) -> Verdict:
-    """The loss before the first step."""
+    """Measure the loss before the first step."""
     trainer, init = run.trainer, run.recipe.student.init
     batches = min(4, run.recipe.config.monitor.eval_batches)
     student, stepper = trainer.student.eval(), trainer.stepper
@@ -334,7 +334,7 @@ def check_initial_loss(run: Run) -> Verdict:
 
 
 def check_gradients(run: Run) -> Verdict:
-    """The gradient of every parameter."""
+    """Look at the gradient of every parameter."""
     student, stepper = run.trainer.student, run.trainer.stepper
     student.train()
     with student.eager():
@@ -350,7 +350,7 @@ def check_gradients(run: Run) -> Verdict:
 
 
 def check_loader(run: Run) -> Verdict:
-    """Reading against training."""
+    """Compare the time of reading with that of training."""
     first, *later = (seconds for seconds, _ in timed_steps(run.trainer, 3))
     step, hidden = min(later), run.trainer.stepper.source.overlaps
     reading = statistics.median(_reading_seconds(run.trainer, number) for number in range(4, 8))
@@ -368,7 +368,7 @@ def _reading_seconds(trainer: Trainer, step: int) -> float:
 
 
 def check_resume(run: Run) -> Verdict:
-    """A step, and the same step after a save and a resume."""
+    """Take a step, and the same step after a save and a resume."""
     trainer, name = run.trainer, tiers.name_of("rolling", run.trainer.state.progress.step)
     trainer.checkpoints.save(name)
     trainer.saver.wait()

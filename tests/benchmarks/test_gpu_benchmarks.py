@@ -32,7 +32,7 @@ def options(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny(server, tmp_path_factory):
-    """All sections once, as `all --tiny --device cpu` runs them."""
+    """Run all sections once, as `all --tiny --device cpu` does."""
     out = tmp_path_factory.mktemp("gpu")
     command = ("-m", "benchmarks.performance", "all", "--tiny", "--device", "cpu", "--profile", "--out", out)
     (done,) = server.run(*command, "--budget", "3000", TRACED="1")  # however busy the machine is

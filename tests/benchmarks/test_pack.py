@@ -26,7 +26,7 @@ def make_wheel(path, name, needs, more=()):
 
 @pytest.fixture
 def index(monkeypatch):
-    """In the place of pip: gives a wheel for each name, and remembers the names."""
+    """Replace pip by a function that makes a wheel for each name and remembers the names."""
     asked = []
 
     def download(names, folder):

@@ -22,7 +22,7 @@ def student(run, seed, loss, **measured):
 
 
 def record(**losses):
-    """Cross-entropy, whole distributions and top-12 with these losses, a number a seed."""
+    """Make a record of cross-entropy, whole distributions and top-12 with these losses, a number a seed."""
     runs = {"plain": Run(options=PLAIN), "full": Run(cache="dense", options=ALONE), "top": Run()}
     students = [student(runs[name], seed, loss) for name, row in losses.items() for seed, loss in enumerate(row)]
     caches = {"stdlib-k12": {"bytes_per_token": 29.02}, "stdlib-dense": {"bytes_per_token": 2813.02}}
@@ -31,7 +31,7 @@ def record(**losses):
 
 @pytest.fixture
 def rule_of_others(monkeypatch):
-    """The module of the rule that is not kdtrain's, registered for one test."""
+    """Register the rule that is not kdtrain's for one test, and return the name of its module."""
     name = "benchmarks.science.renormalized_teacher"
     for kept in ("entries", "modules", "_help"):
         monkeypatch.setattr(TAILS, kept, {**getattr(TAILS, kept)})

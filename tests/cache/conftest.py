@@ -23,7 +23,7 @@ SEQ_LEN = 16
 
 
 class Workshop:
-    """What a test needs to build a cache."""
+    """The parts with which a test builds a cache."""
 
     def rows(self, number: int, *, vocab_size: int = 64, seed: int = 0) -> Iterator[PackedRow]:
         random = np.random.RandomState(seed)
@@ -57,7 +57,7 @@ class Workshop:
         return folder
 
     def content(self, folder: Path) -> dict[str, np.ndarray]:
-        """Every data set of every shard."""
+        """Read every data set of every shard."""
         found = {}
         for path in sorted((folder / cache_format.SHARDS).glob("*.h5")):
             with h5py.File(path) as file:
@@ -101,7 +101,7 @@ def codecs() -> dict[str, CodecSpec]:
 
 @pytest.fixture(scope="session")
 def whole(workshop: Workshop, codecs: dict[str, CodecSpec], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The uninterrupted cache of the codec `both`, with a tokenizer beside it."""
+    """Build the uninterrupted cache of the codec `both`, with a tokenizer beside it."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
@@ -124,7 +124,7 @@ def web(whole: Path, home: Path) -> Iterator[Web]:
 
 @pytest.fixture
 def hub(whole: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    """A stand-in of the hub with the cache as the data set org/cache."""
+    """Serve a stand-in of the hub with the cache as the data set org/cache."""
     with serving() as found:
         with_hub(found.url, home.parent / "hf", monkeypatch)
         found.hub["org/cache"] = Repository()

@@ -13,7 +13,7 @@ from kdtrain.errors import RunError, UsageError
 
 
 def answer_of(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a fork."""
+    """Run `work` in a fork, and return its result."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=lambda: queue.put(work()))
@@ -24,7 +24,7 @@ def answer_of(work: Callable[[], Any]) -> Any:
 
 
 def exit_of(work: Callable[[], object], fault: str = "", log: Path | None = None, after: float = 0.0) -> int:
-    """Run `work` in a fork, with a fault, or killed after some seconds; the exit code."""
+    """Run `work` in a fork, with a fault, or killed after some seconds; return the exit code."""
     pid = os.fork()
     if pid == 0:
         status = 70

@@ -17,7 +17,7 @@ Change = Callable[[Path], None]
 
 
 def edited(change: Callable[[h5py.File], None]) -> Change:
-    """A change through HDF5."""
+    """Make a change through HDF5."""
 
     def edit(path: Path) -> None:
         with h5py.File(path, "r+") as file:
@@ -27,7 +27,7 @@ def edited(change: Callable[[h5py.File], None]) -> Change:
 
 
 def number(name: str, place: Any, value: Any) -> Change:
-    """Numbers of a data set replaced; the structure of the file stays."""
+    """Replace numbers of a data set; the structure of the file stays."""
 
     def change(file: h5py.File) -> None:
         values = file[name][()]
@@ -38,7 +38,7 @@ def number(name: str, place: Any, value: Any) -> Change:
 
 
 def remade(name: str, **properties: Any) -> Change:
-    """A data set made again with other properties, and the same numbers where they fit."""
+    """Make a data set again with other properties, and the same numbers where they fit."""
 
     def change(file: h5py.File) -> None:
         old, values = file[name], file[name][()]
@@ -60,7 +60,7 @@ def remade(name: str, **properties: Any) -> Change:
 
 
 def replaced(name: str, make: Callable[[h5py.File], Any]) -> Change:
-    """A name that links to something else."""
+    """Replace a name by a link to something else."""
 
     def change(file: h5py.File) -> None:
         if name in file:
@@ -72,7 +72,7 @@ def replaced(name: str, make: Callable[[h5py.File], Any]) -> Change:
 
 
 def payload(name: str, change_payload: Callable[[bytes], bytes]) -> Change:
-    """The first chunk of a data set replaced in the file, with a checksum that fits."""
+    """Replace the first chunk of a data set in the file, with a checksum that fits."""
 
     def change(path: Path) -> None:
         with h5py.File(path, "r+") as file:
@@ -85,7 +85,7 @@ def payload(name: str, change_payload: Callable[[bytes], bytes]) -> Change:
 
 
 def fletcher32(data: bytes) -> int:
-    """The checksum of HDF5's filter."""
+    """Compute the checksum of HDF5's filter."""
     words = np.frombuffer(data + b"\0" * (len(data) % 2), ">u2").astype(np.uint64)
     after = np.arange(len(words), 0, -1, dtype=np.uint64)
     one, two = int(words.sum()), int((words * after).sum())
@@ -93,7 +93,7 @@ def fletcher32(data: bytes) -> int:
 
 
 def zstd_of_zeros(size: int) -> bytes:
-    """A frame of zstd that unpacks to `size` zeros."""
+    """Make a frame of zstd that unpacks to `size` zeros."""
     with h5py.File("zeros", "w", driver="core", backing_store=False) as file:
         zeros = file.create_dataset("zeros", (size,), np.uint8, chunks=(size,), **hdf5plugin.Zstd())
         zeros[...] = 0
@@ -101,14 +101,14 @@ def zstd_of_zeros(size: int) -> bytes:
 
 
 def virtual(file: h5py.File) -> None:
-    """A virtual data set over another file in the place of `tokens`."""
+    """Put a virtual data set over another file in the place of `tokens`."""
     source = h5py.VirtualLayout((4, 17), np.uint16)
     source[:] = h5py.VirtualSource("elsewhere.h5", "tokens", (4, 17))
     file.create_virtual_dataset("tokens", source, fillvalue=65_535)
 
 
 def bytes_at(place: int, data: bytes) -> Change:
-    """Bytes of the file replaced; a negative place counts from its end."""
+    """Replace bytes of the file; a negative place counts from its end."""
 
     def change(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -119,7 +119,7 @@ def bytes_at(place: int, data: bytes) -> Change:
 
 
 def newest_layout(path: Path) -> None:
-    """The same content, as HDF5 writes it for its newest version."""
+    """Write the same content again, as HDF5 writes it for its newest version."""
     with h5py.File(path) as old, h5py.File(path.with_suffix(".new"), "w", libver="latest") as new:
         for name in list(old):
             old.copy(name, new)
@@ -233,7 +233,7 @@ VALUES: dict[str, Change] = {
 
 
 def _equal_counts(file: h5py.File) -> None:
-    """Twelve entries drawn once each; of their codes, 70 to 202, only the last is beyond lists and vocabulary."""
+    """Draw twelve entries once each; of their codes, 70 to 202, only the last is beyond lists and vocabulary."""
     file["numbers"][0, :12, 0] = [1, *[0] * 11]
     file["ids"][0, :12, 0] = [70, *[12] * 11]
 

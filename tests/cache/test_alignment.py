@@ -20,7 +20,7 @@ RUNS = (0.6 * torch.eye(V) + 0.4 / V).log()
 
 
 def rows(spec: CodecSpec, shift: int = 0, number: int = 20, chain: torch.Tensor = CHAIN, seed: int = 1) -> Batch:
-    """Rows of a chain, with the chain's own probabilities, moved by `shift`."""
+    """Draw rows of a chain, with the chain's own probabilities, moved by `shift`."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.zeros(number, T + 3, dtype=torch.int64)
     for t in range(T + 2):

@@ -26,7 +26,7 @@ TEMPERATURES = np.geomspace(1, 4, 25)
 
 
 def _zipf(rows: int, vocab_size: int, slope: float, peak: float = 0.0) -> torch.Tensor:
-    """Zipf-shaped logits in an order of their own, the most likely entry raised by `peak` nats."""
+    """Make Zipf-shaped logits in an order of their own, the most likely entry raised by `peak` nats."""
     generator = torch.Generator().manual_seed(3)
     rank = torch.rand(rows, vocab_size, generator=generator).argsort(-1)
     noise = 0.3 * torch.randn(rows, vocab_size, generator=generator)
@@ -42,7 +42,7 @@ def _kept(logits: torch.Tensor, spec: CodecSpec) -> tuple[np.ndarray, Arrays]:
 
 
 def _through(tokens: np.ndarray, kept: Arrays, spec: CodecSpec) -> Arrays:
-    """The unpacked arrays, with lists and weights that went through their own arrays."""
+    """Pack and unpack the arrays, with lists and weights that went through their own arrays."""
     coding = Coding.fit(tokens, kept, spec)
     stored = coding.pack(tokens, kept)
     assert all(values.dtype.kind == "u" for values in stored.values())
@@ -130,7 +130,7 @@ def test_masses_and_weights_are_exact_to_a_hundredth_of_a_nat(top_k: int, slope:
 
 
 def _drawn(kept: Arrays) -> np.ndarray:
-    """The samples of each token, in ascending order."""
+    """List the samples of each token, in ascending order."""
     ids_NK, counts_NK = (rearrange(kept[name], "n t k -> (n t) k").astype(np.int64) for name in ("ids", "counts"))
     return np.stack([np.sort(np.repeat(*row)) for row in zip(ids_NK, counts_NK, strict=True)])
 

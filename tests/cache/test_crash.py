@@ -17,7 +17,7 @@ KILLS = [(point, 3 if point.startswith(("cache.shard", "cache.sidecar")) else 1)
 
 
 def _fork_build(folder: Path, workshop, fault: str = "") -> int:
-    """Build in a fork of this process, with `fault`; the exit code."""
+    """Build in a fork of this process, with `fault`; return the exit code."""
     settings = workshop.settings(CodecSpec(kind="sparse", vocab_size=64, top_k=4, num_samples=8))
     options = {"tokenizer": folder.parent / "tokenizer", "batch_size": 3, "teacher": workshop.teacher()}
     return exit_of(lambda: write_cache(folder, settings, workshop.splits(), **options), fault, Path(f"{folder}.log"))

@@ -27,7 +27,7 @@ VOCAB = 500
 
 
 def _stored(arrays: dict, tokens: torch.Tensor, spec: CodecSpec) -> dict:
-    """The arrays as a shard returns them."""
+    """Return the arrays as a shard returns them."""
     if spec.kind == "dense":
         return arrays
     coding = Coding.fit(tokens.numpy(), arrays, spec)
@@ -35,7 +35,7 @@ def _stored(arrays: dict, tokens: torch.Tensor, spec: CodecSpec) -> dict:
 
 
 def _measured(spec: CodecSpec, rows: int = 4, length: int = 64) -> tuple[dict, dict]:
-    """Fidelity of a codec on Zipf-shaped distributions."""
+    """Measure the fidelity of a codec on Zipf-shaped distributions."""
     order = torch.rand(rows, length, VOCAB, generator=torch.Generator().manual_seed(2)).argsort(-1)
     logits = -1.3 * (1.0 + order).log()
     tokens = torch.zeros(rows, length + 1, dtype=torch.int64)
@@ -161,7 +161,7 @@ def _targets(top_k: int, num_samples: int) -> SparseTargets:
 
 
 def _student() -> torch.Tensor:
-    """Near enough to the teacher for a share of the control variate, far enough for its bounds."""
+    """Make a student near enough to the teacher for a share of the control variate, far enough for its bounds."""
     teacher = 2 * torch.randn(1, SIZE, WIDTH, generator=torch.Generator().manual_seed(0))[0]
     return 0.8 * teacher + 0.7 * torch.randn(SIZE, WIDTH, generator=torch.Generator().manual_seed(1))
 

@@ -49,14 +49,14 @@ def _rows(number: int, seed: int) -> Iterator[PackedRow]:
 
 
 def _logits(tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Logits that any machine computes alike: whole multiples of 1/16."""
+    """Compute logits that are the same on any machine: whole multiples of 1/16."""
     entry_V = torch.arange(300)
     mixed_BTV = (tokens_BT[..., None] * 7 + entry_V * 13) % 97
     return -mixed_BTV.float() / 16 - (entry_V % 64).float() / 16
 
 
 def _expected(split: str) -> dict[str, np.ndarray]:
-    """The teacher's log-probabilities, in fp64."""
+    """Compute the teacher's log-probabilities, in fp64."""
     number, seed = {"train": (5, 0), "validation": (2, 1)}[split]
     tokens = torch.from_numpy(np.stack([row.tokens for row in _rows(number, seed)])).long()
     energy = _logits(tokens[:, :-1]).double().log_softmax(-1).flatten(0, 1)
@@ -98,7 +98,7 @@ def test_the_golden_cache_reads_as_the_teacher_predicted(name: str, split: str) 
 
 
 def _kept(tokens_nT1: np.ndarray, spec: CodecSpec) -> Arrays:
-    """What is kept of a teacher that never was: numbers of a generator, without any sum that a machine may order."""
+    """Make the arrays of a teacher that never was: numbers of a generator, without any sum that a machine may order."""
     random, (number, width) = np.random.RandomState(444), tokens_nT1[:, 1:].shape
     if spec.kind == "dense":  # all but one entry weigh 0, so log p are the logits; halves of fp16's steps among them
         logits_nTV = -(110 + random.randint(0, 2**12, (number, width, 300)) / np.float32(16)).astype(np.float32)
@@ -127,7 +127,7 @@ def _kept(tokens_nT1: np.ndarray, spec: CodecSpec) -> Arrays:
 
 
 def _written(path: Path, spec: CodecSpec) -> dict[str, str]:
-    """The dtype, shape and digest of each data set that a shard holds, before HDF5 and zstd shuffle and compress it."""
+    """Write a shard; return dtype, shape and digest of each data set, before HDF5 and zstd shuffle and compress it."""
     rows = ShardRows.of("train", 0, 0, list(_rows(3, 0)))
     with hdf5.creating(path) as (file, check):
         hdf5.create_shard(file, spec, LENGTH, "train", 0, len(rows))

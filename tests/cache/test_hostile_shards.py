@@ -42,7 +42,7 @@ def sound(tmp_path_factory, workshop, codecs) -> dict[str, Path]:
 
 @pytest.fixture
 def hostile(tmp_path: Path, sound):
-    """A copy of a cache with a changed first shard and digests that fit."""
+    """Copy a cache, change its first shard, and make the digests fit."""
 
     def make(change: Change, codec: str = "both") -> Path:
         shutil.copytree(sound[codec], tmp_path / "hostile")

@@ -21,7 +21,7 @@ from tests.tokenizers.view_kit import CODECS, foreign_cache
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory, workshop, codecs):
-    """Caches of 10 sequences by codec; `other` is a second one of the codec of `both`."""
+    """Build caches of 10 sequences by codec; `other` is a second one of the codec of `both`."""
     folder, found = tmp_path_factory.mktemp("mixture"), {}
     for name, codec, seed in (("both", "both", 3), ("other", "both", 4), ("drawn", "num_samples", 3)):
         found[name] = kd.Cache(workshop.build(folder / name, codecs[codec], seed=seed))

@@ -106,7 +106,7 @@ def test_only_a_gpu_takes_the_passes(monkeypatch):
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that operations read and write; a view moves none."""
+    """A counter of the bytes that operations read and write; a view moves none."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class Moved(TorchDispatchMode):
 
 
 def bytes_of_graph(function, arguments):
-    """What the compiled form of a function moves, as the compiler counts it."""
+    """Count the bytes that the compiled form of a function moves, as the compiler does."""
     metrics.reset()
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -145,7 +145,7 @@ def bytes_of_graph(function, arguments):
 
 
 def share_of_forward(bytes_a_token):
-    """What moving the bytes takes, over the time of the forward of the same token."""
+    """Return the time to move the bytes over the time of the forward of the same token."""
     return (bytes_a_token / BYTES_A_SECOND) / (2 * PARAMETERS / FLOPS_A_SECOND)
 
 
@@ -267,7 +267,7 @@ def test_kept_numbers_do_not_depend_on_the_size_of_a_block(spec, cells, monkeypa
 
 
 def topk_of_the_last(self, k, dim=-1):
-    """`Tensor.topk` along the last axis, which breaks ties the other way round."""
+    """Replace `Tensor.topk` along the last axis, and break ties the other way round."""
     assert dim in (-1, self.ndim - 1)
     found = self.sort(dim=-1, stable=True)
     return torch.return_types.topk((found.values[..., -k:].flip(-1), found.indices[..., -k:].flip(-1)))

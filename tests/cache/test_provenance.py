@@ -50,7 +50,7 @@ def _flip(path: Path, place: float = 0.5) -> None:
 
 
 def _mended(cache: Path, workshop, codecs, sound: Path) -> None:
-    """`repair`, then the same build, gives a sound cache again."""
+    """Assert that `repair`, then the same build, gives a sound cache again."""
     assert repair(cache)
     with pytest.raises(UsageError, match="unfinished"):
         read_manifest(cache)

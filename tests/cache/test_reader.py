@@ -65,7 +65,7 @@ def test_a_round_trip_gives_what_was_encoded(tmp_path: Path, workshop, codecs, n
 
 
 def _counts(targets: SparseTargets, vocab_size: int) -> torch.Tensor:
-    """How often each entry was drawn, [N, V + 1]; the absent ones last."""
+    """Count how often each entry was drawn, [N, V + 1]; the absent ones last."""
     zeros = torch.zeros(len(targets), vocab_size + 1)
     return zeros.scatter_add(1, targets.ids.clamp(max=vocab_size), targets.counts)
 
@@ -104,7 +104,7 @@ def test_a_missing_split_is_named(cache: Path) -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reader of an earlier test has a share of the bounds."""
+    """Forget the readers of earlier tests, which would have a share of the bounds."""
     monkeypatch.setattr(reader, "_readers", weakref.WeakValueDictionary())
 
 

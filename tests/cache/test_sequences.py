@@ -24,7 +24,7 @@ CODECS = {"both": {"top_k": 4, "num_samples": 8}, "samples": {"num_samples": 12}
 
 @pytest.fixture(scope="module")
 def sequences(workshop):
-    """(split, row, logits) of every sequence, by a table of logits."""
+    """Return (split, row, logits) of every sequence, by a table of logits."""
     teacher, splits = workshop.teacher(WIDTH), workshop.splits(WIDTH)
 
     def logits(row):

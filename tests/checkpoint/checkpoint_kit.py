@@ -13,7 +13,7 @@ SHARD = "shard-00001-00001.safetensors"
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """One of every kind: transposed, without dimensions, narrow, empty, whole numbers, truth values."""
+    """Make one tensor of every kind: transposed, without dimensions, narrow, empty, whole numbers, truth values."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(5, 3, generator=generator)
     return {
@@ -28,7 +28,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """The same names, types, shapes and bits."""
+    """Assert that names, types, shapes and bits are the same."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
@@ -43,7 +43,7 @@ def flip(path: Path, place: int = -1, bit: int = 1) -> None:
 
 
 def in_child(work: Callable[[], object], fault: str, log: Path) -> int:
-    """Do `work` in a child of this process, with a fault; its exit status, negative for a signal."""
+    """Run `work` in a child of this process, with a fault; return its exit status, negative for a signal."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -18,7 +18,7 @@ from kdtrain import faults
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Three checkpoints, at steps 10, 20 and 30."""
+    """Save three checkpoints, at steps 10, 20 and 30."""
     store = Store(tmp_path / "checkpoints")
     for step in (10, 20, 30):
         store.save(f"step-{step:08d}", step, tensors(step), STATES)
@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let saves fail with an error at a point, `times` times."""
+    """Make saves fail with an error at a point, `times` times."""
 
     def plan(name: str, error: Exception, times: int = 1) -> None:
         errors = [error] * times
@@ -43,5 +43,5 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
-    """DCP logs several debug lines a tensor, which take longer here than a save."""
+    """Silence DCP, which logs several debug lines a tensor: they take longer here than a save."""
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)

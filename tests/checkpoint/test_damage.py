@@ -24,7 +24,7 @@ FILES = (SHARD, SECOND, STATE, MANIFEST)
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """Two checkpoints of two shards each, and an epoch's that shares the files of the older one."""
+    """Save two checkpoints of two shards each, and an epoch's that shares the files of the older one."""
     monkeypatch.setattr(shards, "MAX_BYTES", 80)
     store = Store(tmp_path / "checkpoints")
     for step in (10, 20):
@@ -95,7 +95,7 @@ def test_a_second_name_is_damaged_with_the_first_and_both_are_named(store):
 
 @contextmanager
 def closed(store, *parts, mode=0):
-    """A copy of a store, some parts of which are closed, seen by a user without other rights to them."""
+    """Copy a store, close some of its parts, and be a user without other rights to them in the block."""
     with tempfile.TemporaryDirectory() as name:  # the folder of the test is closed to other users
         folder, is_root, nobody = Path(name) / "checkpoints", os.geteuid() == 0, 65534
         shutil.copytree(store.folder, folder, symlinks=True)

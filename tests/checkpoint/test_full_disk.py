@@ -17,7 +17,7 @@ from kdtrain.errors import RunError
 
 @pytest.fixture
 def full(monkeypatch):
-    """Let the disk be full for the next `tries` saves, and a minute be short."""
+    """Fill the disk for the next `tries` saves, and shorten a minute."""
     monkeypatch.setattr(saving, "MINUTE", 0.01)
 
     def plan(tries, point="checkpoint.before-rename"):
@@ -104,7 +104,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_space(store, full, monkey
 
 @pytest.fixture
 def left(tmp_path):
-    """Four set-aside checkpoints, the oldest first, and one other."""
+    """Set four checkpoints aside, the oldest first, and keep one other."""
     store = Store(tmp_path / "c")
     for step in (1, 2, 3, 4):
         store.save(f"step-{step:08d}", step, tensors(step), STATES)

@@ -29,7 +29,7 @@ STATE = {
 
 
 def _tensors() -> dict[str, torch.Tensor]:
-    """Tensors that are the same on every machine."""
+    """Make tensors that are the same on every machine."""
     return {
         "student.embed.weight": torch.arange(48.0).reshape(8, 6) / 16 - 1,
         "student.norm.weight": torch.tensor([1.0, float("nan"), float("inf"), -0.0, 1e-45, 3.4e38]),

@@ -62,7 +62,7 @@ class Event:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Records in place of torch's streams and events."""
+    """Put records in place of torch's streams and events."""
 
     @contextmanager
     def using(stream):

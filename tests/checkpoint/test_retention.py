@@ -69,7 +69,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(point=st.sampled_from(POINTS), again=st.booleans())
     def fail(self, point, again):
-        """A save on a full disk; the process ends, and another resumes."""
+        """Save on a full disk; the process ends, and another resumes."""
         self.advance(not again)
         replaces = name_of("rolling", self.step) in self.store.names()  # retention may have removed it since
 
@@ -89,7 +89,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule()
     def resume(self):
-        """A new process resumes from the newest whole checkpoint."""
+        """Resume in a new process from the newest whole checkpoint."""
         self.open()
         self.go_on(self.store.newest_valid()[0])
         self.pruned = False
@@ -109,7 +109,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(number=st.integers(0, 20))
     def damage(self, number):
-        """A bit flips in a checkpoint that is neither the best nor the last."""
+        """Flip a bit in a checkpoint that is neither the best nor the last."""
         entries = [name for name in self.store.names() if self.store.problem(name) is None]
         needed = {self.inode(entries[-1]), self.inode(self.store.linked("best"))}
         others = [name for name in entries if self.inode(name) not in needed]

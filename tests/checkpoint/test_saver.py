@@ -145,7 +145,7 @@ def test_any_error_is_one_line_that_names_the_place(store, broken, asynchronous,
 
 
 def train(folder):
-    """Five saves; the third one replaces the second, and is the best."""
+    """Save five times; the third save replaces the second, and is the best."""
     saver = Saver(Store(folder, Keep(rolling=2, epoch=1)))
     weights = {"a": torch.zeros(100)}
     for step in (10, 20, 20, 30, 40):

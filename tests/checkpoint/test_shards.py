@@ -54,7 +54,7 @@ def test_a_tensor_that_cannot_be_written_is_named(tmp_path):
 
 
 class Bomb:
-    """Unpickled, it writes a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target

@@ -29,27 +29,30 @@ class Workbench:
         self.root, self.capsys = root, capsys
 
     def call(self, *argv: object) -> tuple[int, str, str]:
-        """The exit code of `kdtrain ARGV`, its stdout and its stderr."""
+        """Run `kdtrain ARGV`; return its exit code, its stdout and its stderr."""
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             cli.main([str(word) for word in argv])
         return int(ended.value.code or 0), *self.capsys.readouterr()
 
     def json(self, *argv: object) -> Any:
-        """The one object on stdout of a command that ends well."""
+        """Run a command that ends well; return the one object on its stdout."""
         code, out, err = self.call(*argv, "--json")
         assert code == 0, err
         return json.loads(out)
 
     def everything(self) -> dict[str, int]:
-        """Every path in the folder, and of files when they were written last (in folders a lock may come and go)."""
+        """Return every path in the folder, and for files the time of the last write.
+
+        In folders a lock may come and go.
+        """
         paths = sorted(self.root.rglob("*"))
         return {str(path): path.stat().st_mtime_ns if path.is_file() else 0 for path in paths}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`teacher`, `student.toml`, `text.txt` and `cache`."""
+    """Make `teacher`, `student.toml`, `text.txt` and `cache`."""
     root = tmp_path_factory.mktemp("workbench")
     teacher = tiny_model("llama", 300, seed=1)
     for parameter in teacher.parameters():
@@ -70,7 +73,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workbench(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The folder, entered."""
+    """Enter the folder of the workbench."""
     monkeypatch.chdir(made)
     yield Workbench(made, capsys)
     for handler in list(log.handlers):
@@ -80,7 +83,7 @@ def workbench(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    """A stand-in of the hub, to which the real client of this process goes."""
+    """Serve a stand-in of the hub, to which the real client of this process goes."""
     with serving() as found:
         with_hub(found.url, tmp_path / "hf", monkeypatch)
         monkeypatch.setenv("HF_TOKEN", TOKEN)

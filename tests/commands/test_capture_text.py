@@ -59,7 +59,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged."""
+    """Collect the lines that are logged."""
     lines: list[str] = []
     for level in ("info", "warning"):
         monkeypatch.setattr(logging.getLogger("kdtrain"), level, lambda text, *words: lines.append(text % words))

@@ -18,7 +18,7 @@ from kdtrain.teaching import local
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """The options of each graph that is compiled."""
+    """Collect the options of each graph that is compiled."""
     found = []
 
     def backend(graph, inputs, options=None):

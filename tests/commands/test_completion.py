@@ -14,7 +14,7 @@ from kdtrain.config.registered import COMMANDS as EVERY
 
 @pytest.fixture
 def offered(tmp_path):
-    """What bash offers for the words of a line, of which the last is being typed."""
+    """Ask what bash offers for the words of a line, of which the last is being typed."""
     script = tmp_path / "kdtrain.bash"
     script.write_text(completion.bash())
 

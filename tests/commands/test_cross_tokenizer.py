@@ -29,7 +29,7 @@ SAME = (*RUN[:4], "student.toml", *RUN[5:])
 
 @pytest.fixture
 def bench(workbench):
-    """The workbench, with a student whose tokenizer has words where the teacher's has bytes."""
+    """Add to the workbench a student whose tokenizer has words where the teacher's has bytes."""
     if not Path("other.toml").exists():
         train("gpt2", 400, Path("text.txt").read_text()).save_pretrained("words")
         Path("other.toml").write_text(Path("student.toml").read_text().replace("'teacher'", "'words'"))
@@ -61,7 +61,7 @@ def test_a_cache_of_less_than_one_row_of_the_student_is_one_line(bench):
 
 @pytest.fixture
 def learned(bench):
-    """`learns`, a run across tokenizers, and what it printed: made once."""
+    """Make `learns`, a run across tokenizers, once; return what it printed."""
     printed = Path("learns.log")
     if not printed.exists():
         code, _, err = distil(bench, "learns", "--cross-tokenizer", "--alpha", 0.1, "--lr", 3e-3)
@@ -149,7 +149,7 @@ def test_a_student_whose_tokenizer_has_more_entries_than_its_model_is_refused_be
 
 
 def crossed(cells, *_):
-    """Cells that no text agrees with."""
+    """Return cells that no text agrees with."""
     return dataclasses.replace(cells, of_teacher=cells.of_teacher[::-1].copy())
 
 
@@ -162,14 +162,14 @@ def test_cells_that_disagree_with_the_text_too_often_are_one_line(bench, monkeyp
 
 
 def words_model():
-    """A model folder with the tokenizer of words."""
+    """Make a model folder with the tokenizer of words."""
     if not Path("words-model").exists():
         tokenizer = AutoTokenizer.from_pretrained("words")
         write_model_folder(Path("words-model"), tiny_model("llama", len(tokenizer), seed=2), tokenizer)
 
 
 def planned(config):
-    """What a run of `config` would read."""
+    """Plan what a run of `config` would read."""
     student, more = read_spec(config.student), {"device": torch.device("cpu"), "held": ExitStack(), "trial": False}
     more |= {"capturing": None, "teacher": None, "names": (*config.plans,)}
     return PlanRequest(config=config, student=student, **more).next()

@@ -19,7 +19,7 @@ RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-s
 
 
 def built(*options):
-    """The run of these options, which has not started."""
+    """Build the run of these options, without starting it."""
     config = cli.parse("distill", [*RUN, *options])
     return build.build(recipe.resolve(config, torch.device("cpu"), ExitStack(), config.out))
 
@@ -108,7 +108,7 @@ def test_tf32_is_refused_by_one_line_where_it_cannot_work(workbench, monkeypatch
 
 
 def resolved(*options):
-    """The recipe of a run in bf16."""
+    """Resolve the recipe of a run in bf16."""
     config = cli.parse("distill", [*RUN, "--precision", "bf16", *options])
     return recipe.resolve(config, torch.device("cpu"), ExitStack(), config.out)
 

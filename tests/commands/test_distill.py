@@ -24,12 +24,12 @@ from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 @pytest.fixture
 def command(workbench):
-    """A run of one step, without its folder and data."""
+    """Return the command of a run of one step, without its folder and data."""
     return ("distill", "--student", "student.toml", "--steps", 1, "--warmup-steps", 0, *workbench.plain)
 
 
 def line(ended):
-    """The exit code, and the one line on stderr that is not of the log."""
+    """Return the exit code, and the one line on stderr that is not of the log."""
     code, _, stderr = ended
     *before, last = stderr.splitlines()
     assert last.startswith("kdtrain: ") and [each for each in before if not re.match(r"\d\d:\d\d ", each)] == []

@@ -23,7 +23,7 @@ SAMPLING = {"eos_token_id": [299, 256], "do_sample": True, "temperature": 0.7, "
 
 @pytest.fixture
 def chat_run(workbench):
-    """A run from a cache without a chat template, of a pretrained chat student that ends its texts with two tokens."""
+    """Train from a cache without a chat template a pretrained chat student that ends its texts with two tokens."""
     root = workbench.root
     if not (root / "chat-run").exists():
         model, tokenizer = tiny_model("llama", 300), tiny_tokenizer(300)
@@ -57,7 +57,7 @@ def test_a_chat_student_keeps_its_second_end_token_its_sampling_and_its_template
 
 @pytest.fixture(scope="module")
 def chat_teacher(made):
-    """A teacher like Qwen's chat models: two end tokens, sampling, padding that is not the end, and no start."""
+    """Make a teacher like Qwen's chat models: two end tokens, sampling, padding that is not the end, and no start."""
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = TEMPLATE
     tokenizer.add_special_tokens({"pad_token": "<|unused-270|>"})
@@ -143,7 +143,7 @@ def test_what_a_run_trains_is_what_it_exports_and_evaluates_where_a_head_is_call
 
 @pytest.fixture
 def downloaded(chat_run, tmp_path):
-    """A run that somebody else may have changed."""
+    """Copy a run that somebody else may have changed."""
     run = tmp_path / "run"
     shutil.copytree(chat_run.root / "chat-run", run, symlinks=True)
     return run
@@ -273,7 +273,7 @@ def test_of_several_processes_one_exports_and_all_end_the_same(chat_run, tmp_pat
 
 @pytest.fixture
 def frozen(workbench):
-    """`held`: a run of which only a part is in its checkpoints, beside the weights of `own.toml`."""
+    """Make `held`: a run of which only a part is in its checkpoints, beside the weights of `own.toml`."""
     if not (workbench.root / "held").exists():
         (workbench.root / "own.toml").write_text((workbench.root / "student.toml").read_text())
         argv = ("distill", "--cache", "cache", "--student", "own.toml", "--freeze-head", "--steps", 1)

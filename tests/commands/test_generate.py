@@ -29,7 +29,7 @@ from tests.e2e.conftest import opinionated
 
 @pytest.fixture
 def run(workbench):
-    """A run of two steps and its export, made once."""
+    """Make a run of two steps and its export, once."""
     if not (workbench.root / "spoken").exists():
         argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "spoken", "--steps", 2)
         workbench.json(*argv, "--lr", 3e-2, *workbench.plain)
@@ -190,7 +190,7 @@ CHAT = (
 
 @pytest.fixture
 def chat(run, tmp_path):
-    """A model with a chat template whose answers end with a token that neither model nor tokenizer calls an end."""
+    """Make a chat model whose answers end with a token that neither model nor tokenizer calls an end."""
     tokenizer = tiny_tokenizer(299)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     tokenizer.chat_template = CHAT
@@ -301,7 +301,7 @@ def test_an_interrupt_stops_the_answer_and_a_second_one_ends_well(chat):
 
 
 def until(terminal, wanted, seconds):
-    """What a terminal shows until it has shown `wanted`, ends, or time is over."""
+    """Read a terminal until it has shown `wanted`, ends, or time is over."""
     found, stop = b"", time.monotonic() + seconds
     while wanted not in found and time.monotonic() < stop:
         if select.select([terminal], [], [], 0.1)[0]:

@@ -24,7 +24,7 @@ KINDS = {
 
 @pytest.fixture
 def run(workbench):
-    """A run of a tiny student of the tiny teacher."""
+    """Train a tiny student of the tiny teacher."""
     if not (workbench.root / "run").exists():
         argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "run", "--steps", 2)
         workbench.json(*argv, *workbench.plain)

@@ -30,7 +30,7 @@ CACHE = Path(__file__).parents[1] / "golden" / "cache" / "sparse"
 
 @pytest.fixture
 def found() -> dict:
-    """The fidelity of the cache."""
+    """Return the fidelity of the cache."""
     return read_manifest(CACHE).fidelity or {}
 
 
@@ -117,7 +117,7 @@ def test_a_shard_is_shown_by_the_record_beside_it_from_inside_of_its_folder_too(
 
 
 def save_checkpoint(run: Path) -> None:
-    """A whole checkpoint of step 40 of one small tensor."""
+    """Save a whole checkpoint of step 40 of one small tensor."""
     state = {"cache": "c", "options": {}, "student": {"name": "s", "architecture": {}, "attention": "sdpa"}}
     state |= {"progress": {"step": 40}, "watchers": {}, "teacher": None}
     Store(run / "checkpoints").save("step-00000040", 40, {"student.w": torch.zeros(5)}, state)

@@ -20,7 +20,7 @@ NAMES = ("step-00000010", "epoch-0001", "interrupted-00000012", "step-00000020")
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with a checkpoint of every tier; nothing but the checkpoints is real."""
+    """Make a run with a checkpoint of every tier; nothing but the checkpoints is real."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text('[run]\nstudent = "s"\nout = "run"\n')

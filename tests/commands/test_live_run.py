@@ -12,7 +12,7 @@ FIRST, LAST = "step-00000002", "step-00000004"
 
 @pytest.fixture
 def live(workbench, tmp_path):
-    """`run`, with checkpoints of step 2, the best, and of step 4; a copy for each test."""
+    """Copy a run to `run`, with checkpoints of step 2, the best, and of step 4; each test has its own copy."""
     root = workbench.root
     if not (root / "made-run").exists():
         argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "made-run", "--steps", 4)
@@ -25,7 +25,7 @@ def live(workbench, tmp_path):
 
 @pytest.fixture(params=["manifest.json", "state.json", "shard-00001-00001.safetensors", "loaded"])
 def pruned(request, live, monkeypatch):
-    """Step 4 becomes the best, and step 2 is pruned, just before a file of it is read for the first time."""
+    """Make step 4 the best and prune step 2, just before a file of it is read for the first time."""
     checkpoints = live.root / "run/checkpoints"
 
     def prune(path):

@@ -20,7 +20,7 @@ SPOILED = {
 
 @pytest.fixture
 def run(workbench):
-    """A function that gives a run of two steps under another name."""
+    """Return a function that copies a run of two steps under another name."""
     if not (workbench.root / "whole").exists():
         assert workbench.call(*RUN, *workbench.plain, "--steps", 2, "--out", "whole")[0] == 0
 

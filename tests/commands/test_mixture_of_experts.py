@@ -10,7 +10,7 @@ from kdtrain.testing import SHAPES
 
 @pytest.fixture
 def mixture(workbench):
-    """The configuration of a student with experts, `mixture.toml`."""
+    """Write the configuration of a student with experts, `mixture.toml`."""
     table = SHAPES["llama"] | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     table |= {"moe_intermediate_size": 16, "router_aux_loss_coef": 0.5}
     entries = "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())

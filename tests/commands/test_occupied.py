@@ -17,7 +17,7 @@ from kdtrain.run.folder import LOCK, run_lock, write_description
 
 @pytest.fixture
 def config(tmp_path):
-    """Of a run that has started."""
+    """Configure a run that has started."""
     out = tmp_path / "run"
     out.mkdir()
     config = DistillConfig(student="org/student", out=out, cache=tmp_path / "c")
@@ -27,7 +27,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def anew(config):
-    """The same run, to be moved aside and started from the beginning."""
+    """Configure the same run, to be moved aside and started from the beginning."""
     checkpoint = CheckpointConfig(resume="never", overwrite=True)
     return DistillConfig(student="org/student", out=config.out, cache=config.cache, checkpoint=checkpoint)
 

@@ -15,7 +15,7 @@ TENSOR = ("--batch-size", 4, "--device-memory", 8)
 
 
 def job(config):
-    """The sizes of the run of a cache in fp32."""
+    """Return the sizes of the run of a cache in fp32."""
     cached = read_manifest(*config.cache).settings
     return memory_plan.job_of(
         config, "fp32", torch.device("cpu"), read_spec(config.student), cached.seq_len, cached.vocab_size
@@ -24,7 +24,7 @@ def job(config):
 
 @pytest.fixture
 def weightless(workbench):
-    """The teacher's folder without its weights: whoever loads them fails otherwise."""
+    """Hide the weights in the teacher's folder: whoever loads them fails."""
     weights = workbench.root / "teacher/model.safetensors"
     aside = weights.rename(weights.with_suffix(".aside"))
     yield workbench

@@ -46,7 +46,7 @@ def never(overwrite=False):
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder with a run in it."""
+    """Make a folder with a run in it."""
     folder = tmp_path / "run"
     folder.mkdir()
     write_description(config_of(folder), {})

@@ -21,13 +21,13 @@ FAST = ("--lr", 1e-2)
 
 @pytest.fixture(autouse=True)
 def quick_to_read(monkeypatch):
-    """Whether a tiny student is trained in less time than its batch is read in is up to the machine."""
+    """Fix whether reading takes longer than training: for a tiny student it depends on the machine."""
     seconds = trial._reading_seconds
     monkeypatch.setattr(trial, "_reading_seconds", lambda trainer, step: min(0.0, seconds(trainer, step)))
 
 
 def checked(workbench, *options):
-    """The checks of a student by name; nothing of it may stay."""
+    """Run the checks of a student, and return them by name; assert that they leave no file."""
     before = workbench.everything()
     result = workbench.json("distill", "--out", "checked", "--sanity", *workbench.plain, *options)
     assert workbench.everything() == before

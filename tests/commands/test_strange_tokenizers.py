@@ -12,7 +12,7 @@ RUN = ("distill", "--cache", "cache", "--student", "strange.toml", "--cross-toke
 
 @pytest.fixture
 def bench(workbench):
-    """The workbench, with a student whose tokenizer is in `strange`."""
+    """Add to the workbench a student whose tokenizer is in `strange`."""
     train("gpt2", 400, Path("text.txt").read_text()).save_pretrained("strange")
     Path("strange.toml").write_text(Path("student.toml").read_text().replace("'teacher'", "'strange'"))
     return workbench

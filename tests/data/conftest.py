@@ -9,7 +9,7 @@ from kdtrain.data import formats
 
 
 def _byte_tokenizer(**others):
-    """A byte of the text is a token; the special tokens come after the bytes."""
+    """Make a tokenizer for which a byte of the text is a token; the special tokens come after the bytes."""
     special = {"eos_token": "<|endoftext|>", **others}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
@@ -31,6 +31,6 @@ def tokenizer():
 
 @pytest.fixture
 def own_cache(tmp_path_factory, monkeypatch):
-    """A folder of its own for what `datasets` stores, and every line of a source is logged again."""
+    """Give `datasets` a folder of its own, and log every line of a source again."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     formats.log_once.cache_clear()

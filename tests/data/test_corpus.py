@@ -28,12 +28,12 @@ def _read(source, split, **options):
 
 
 def _splits(source):
-    """The texts of train, validation and test."""
+    """Read the texts of train, validation and test."""
     return [_read(source, split) for split in SPLITS]
 
 
 def _files(folder, files):
-    """Files by name: of bytes, of a text, or of rows, a text or an object each."""
+    """Write files by name: of bytes, of a text, or of rows, a text or an object each."""
     for name, content in files.items():
         if isinstance(content, list):
             rows = [each if isinstance(each, dict) else {"text": each} for each in content]
@@ -45,7 +45,7 @@ def _files(folder, files):
 
 @pytest.fixture
 def warned(monkeypatch):
-    """The lines that a source logs."""
+    """Collect the lines that a source logs."""
     lines: list[str] = []
     monkeypatch.setattr(logging.getLogger("kdtrain"), "log", lambda _, text, *words: lines.append(text % words))
     return lines

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _read(source, **asked):
-    """All documents of a source of which none is withheld."""
+    """Read all documents of a source of which none is withheld."""
     return [document for split in ("train", "validation", "test") for document in _of(source, split, **asked)]
 
 

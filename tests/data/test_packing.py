@@ -49,12 +49,12 @@ def _numbered(count):
 
 
 def _stream(rows):
-    """The stream of tokens behind rows that overlap by one."""
+    """Join rows that overlap by one to their stream of tokens."""
     return [int(t) for row in rows for t in row.tokens[:-1]] + [int(t) for t in rows[-1].tokens[-1:]]
 
 
 def _shown(rows, tokenizer):
-    """Rows of one position as text, with what is learned marked."""
+    """Decode rows of one position, and mark the parts that are learned."""
     rows = list(rows)
     counted = zip(_stream(rows), [False, *(bool(row.loss_mask[0]) for row in rows)], strict=True)
     shown = ""
@@ -236,7 +236,7 @@ def _talk(messages, prompt=0):
 
 
 def _less(turn):
-    """The conversation with a turn that is not learned."""
+    """Return the conversation with a turn that is not learned."""
     return _talk([{**each, "weight": 0} if place == turn else each for place, each in enumerate(_TALK)])
 
 
@@ -304,7 +304,10 @@ _MOVES = (  # Mistral's: the tools are before the last question
 
 
 def _reasoned(*turns, key="reasoning_content"):
-    """Questions and answers, each of reasoning and content; key: None: the reasoning is within the content."""
+    """Make questions and answers, each of reasoning and content.
+
+    key: None: the reasoning is within the content.
+    """
     found = []
     for number, (reasoning, content) in enumerate(turns):
         inside = {"content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
@@ -361,7 +364,7 @@ def test_reasoning_counts_where_the_template_keeps_it_turn_by_turn(template, tal
 
 
 def _rendered(tokenizer, talk):
-    """A conversation as text, with what counts marked."""
+    """Render a conversation as text, and mark the parts that count."""
     text, spans = rendering.render(tokenizer, False, "talk", talk)
     for start, stop in reversed(spans):
         text = f"{text[:start]}⟦{text[start:stop]}⟧{text[stop:]}"

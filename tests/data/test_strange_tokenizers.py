@@ -20,7 +20,7 @@ LETTERS = "".join(letter for letter, _ in sorted(byte_letters().items(), key=lam
 
 
 def byte_level(more=(), merges=(), **changes):
-    """A tokenizer of the 256 bytes, then `more` tokens in letters, then `</s>`; changes: of its model."""
+    """Make a tokenizer of the 256 bytes, then `more` tokens in letters, then `</s>`; changes: of its model."""
     vocabulary = {letter: number for number, letter in enumerate(LETTERS)}
     vocabulary |= {text: 256 + number for number, text in enumerate(more)}
     backend = Tokenizer(models.BPE(vocabulary, list(merges), **changes))

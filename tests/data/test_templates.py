@@ -113,7 +113,7 @@ def test_the_process_ends_with_a_parent_that_is_killed():
 
 
 def children():
-    """The child processes that render conversations."""
+    """List the child processes that render conversations."""
     return [each for each in multiprocessing.active_children() if each.name == "sandbox"]
 
 

@@ -53,7 +53,7 @@ class Done:
         return self
 
     def refusal(self) -> str:
-        """The one line for people: it is the last on stderr, and the only one that is not a line of the log."""
+        """Return the one line for people: it is the last on stderr, and the only one that is not a line of the log."""
         *before, last = self.stderr.splitlines() or [""]
         assert last.startswith("kdtrain: ") and len(last) > len("kdtrain: "), self.stderr
         assert [line for line in before if not re.match(r"\d\d:\d\d ", line)] == [], self.stderr
@@ -106,7 +106,7 @@ class Bench:
     def launch_each(
         self, ranks: list[tuple[tuple[object, ...], Path]], fault: str | None = None, **environment: str
     ) -> list[Done]:
-        """`launch`, where each rank has an ARGV and a folder of its own."""
+        """Launch a command as `launch` does, with an ARGV and a folder for each rank."""
         program, each = _program(), [([str(word) for word in argv], folder) for argv, folder in ranks]
         self._words = each[0][0]
         self.server.begin_each(program, each, self.root / "said", **environment, **self._asking(fault))
@@ -115,7 +115,7 @@ class Bench:
         return done
 
     def begin(self, *argv: object, world: int = 1, **environment: str) -> list[int]:
-        """Start `kdtrain ARGV`; the ids of its processes. Nothing else may be started before its `end`."""
+        """Start `kdtrain ARGV`; return the ids of its processes. Nothing else may be started before its `end`."""
         self._words = [str(word) for word in argv]
         return self.server.begin(_program(), self._words, self.root, self.root / "said", world, **environment)
 
@@ -129,14 +129,14 @@ class Bench:
         return done
 
     def ok(self, world: int, *argv: object) -> Done:
-        """The output of rank 0 of a command that exited with 0 on all ranks, the others without output."""
+        """Run a command that exits with 0 on all ranks; return the output of rank 0. The others print nothing."""
         first, *others = self.launch(world, *argv)
         assert [each.code for each in (first, *others)] == [0] * world, "\n".join(e.stderr for e in (first, *others))
         assert [(each.stdout, each.stderr) for each in others] == [("", "")] * len(others)
         return first
 
     def _asking(self, fault: str | None) -> dict[str, str]:
-        """The environment that asks for a fault."""
+        """Return the environment that asks for a fault."""
         log = self.root / "fired"
         log.unlink(missing_ok=True)
         return {"KDTRAIN_FAULT": fault, "KDTRAIN_FAULT_LOG": str(log)} if fault else {}
@@ -165,24 +165,24 @@ class Bench:
         return str(folder)
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The lines of a run's metrics.jsonl that are about training steps."""
+        """Return the lines of a run's metrics.jsonl that are about training steps."""
         return [line for line in self.lines(run) if "loss" in line]
 
     def lines(self, run: str) -> list[dict[str, Any]]:
-        """All lines of a run's metrics.jsonl."""
+        """Return all lines of a run's metrics.jsonl."""
         return [json.loads(line) for line in (self.root / run / "metrics.jsonl").read_text().splitlines()]
 
     def newest(self, run: str) -> Path:
-        """The folder of a run's newest checkpoint."""
+        """Return the folder of a run's newest checkpoint."""
         store = Store(self.root / run / "checkpoints")
         return store.path(store.names()[-1])
 
     def tensors(self, run: str) -> dict[str, torch.Tensor]:
-        """The tensors of a run's newest checkpoint."""
+        """Read the tensors of a run's newest checkpoint."""
         return load(self.newest(run)).tensors
 
     def differing(self, one: str, other: str) -> list[str]:
-        """The names of what differs between the newest checkpoints of two runs, to the bit."""
+        """List the tensors that differ between the newest checkpoints of two runs, to the bit."""
         ours, theirs = self.tensors(one), self.tensors(other)
         both = ours.keys() & theirs.keys()
         return sorted(ours.keys() ^ theirs.keys()) + [
@@ -190,11 +190,11 @@ class Bench:
         ]
 
     def state(self, run: str) -> dict[str, Any]:
-        """The numbers of a run's newest checkpoint."""
+        """Read the numbers of a run's newest checkpoint."""
         return json.loads((self.newest(run) / "state.json").read_text())
 
     def assert_same(self, run: str, other: str, validations: bool = True) -> None:
-        """The newest checkpoints are equal bit by bit, and each step was logged once, with equal numbers."""
+        """Assert that the newest checkpoints are equal bit by bit, and that each step was logged once, alike."""
         assert self.newest(run).name == self.newest(other).name
         assert self.differing(run, other) == []
         assert untimed(self.metrics(run)) == untimed(self.metrics(other))
@@ -213,7 +213,7 @@ class Bench:
 
 
 def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines without times, and without averages over the steps of one process."""
+    """Remove times from lines, and averages over the steps of one process."""
     return [{name: value for name, value in line.items() if name not in _TIMING} for line in lines]
 
 
@@ -223,7 +223,7 @@ def _program() -> Path:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, server: Any) -> Bench:
-    """The models, specs and text of each bench."""
+    """Make the models, specs and text of each bench."""
     made = Bench(tmp_path_factory.mktemp("made"), server)
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = _CHAT
@@ -255,7 +255,7 @@ def _run(made: Bench, _cache: Done) -> Done:
 
 @pytest.fixture(scope="module")
 def bench(made: Bench, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A file's own folder with models, specs and text in it; nothing is trained yet."""
+    """Copy models, specs and text to a folder for each file of tests; nothing is trained yet."""
     root = tmp_path_factory.mktemp("bench")
     for name in ("teacher", "corpus"):
         shutil.copytree(made.root / name, root / name)
@@ -266,32 +266,32 @@ def bench(made: Bench, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def cached(bench: Bench, made: Bench, _cache: Done) -> Done:
-    """`cache`: the teacher over the corpus, 12 entries a token."""
+    """Copy `cache`: the teacher over the corpus, 12 entries a token."""
     shutil.copytree(made.root / "cache", bench.root / "cache")
     return _cache
 
 
 @pytest.fixture(scope="module")
 def distilled(bench: Bench, made: Bench, cached: Done, _run: Done) -> Done:
-    """`run`: the student after 8 steps from `cache`, with checkpoints at 4 and 8."""
+    """Copy `run`: the student after 8 steps from `cache`, with checkpoints at 4 and 8."""
     shutil.copytree(made.root / "run", bench.root / "run", symlinks=True)
     return _run
 
 
 @pytest.fixture(scope="module")
 def forks(bench: Bench, cached: Done) -> Bench:
-    """The bench with its cache."""
+    """Return the bench with its cache."""
     return bench
 
 
 @pytest.fixture(scope="module")
 def ranks_of(bench: Bench) -> Bench:
-    """The bench, for commands in several ranks."""
+    """Return the bench, for commands in several ranks."""
     return bench
 
 
 def opinionated(model: torch.nn.Module) -> torch.nn.Module:
-    """`model` with its matrices made larger, so that its distributions are far from even."""
+    """Enlarge the matrices of `model`, so that its distributions are far from even."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -307,7 +307,7 @@ def _write_corpus(folder: Path) -> None:
 
 
 def _write_chat(path: Path) -> None:
-    """Conversations of very uneven lengths, so that micro-batches differ in the tokens that count."""
+    """Write conversations of very uneven lengths, so that micro-batches differ in the tokens that count."""
     with open(path, "w") as file:
         for number in range(60):
             question, answer = "why? " * (number * 7 % 19), "because. " * (number * 5 % 11 + 1)

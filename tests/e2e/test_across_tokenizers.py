@@ -19,7 +19,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def ranks(ranks_of, cached):
-    """The bench in ranks, with a student of another tokenizer."""
+    """Add to the bench in ranks a student of another tokenizer."""
     text = "".join(path.read_text() for path in sorted((ranks_of.root / "corpus").rglob("*.txt"))[:2])
     train("gpt2", 500, text[:20000]).save_pretrained(ranks_of.root / "words")
     ranks_of.student("other", tokenizer="words", num_hidden_layers=1)
@@ -28,7 +28,7 @@ def ranks(ranks_of, cached):
 
 @pytest.fixture(scope="module")
 def whole(ranks):
-    """`whole-1` and `whole-2`: runs of one and two ranks that nothing interrupts."""
+    """Make `whole-1` and `whole-2`: runs of one and two ranks that nothing interrupts."""
     ranks.ok(1, *RUN, "--out", "whole-1")
     ranks.ok(2, *RUN, "--out", "whole-2")
     return ranks

@@ -23,7 +23,7 @@ def distill(forks, out: str, *more: object, **options):
 
 
 def lines(run: Path) -> list[str]:
-    """The lines of a run's log that adaptive quantisation wrote, without their times."""
+    """Return the lines of a run's log that adaptive quantisation wrote, without their times."""
     found = [re.sub(r"^\S+ \S+ ", "", line) for line in (run / "train.log").read_text().splitlines()]
     return [line for line in found if line.startswith(("[TimeResume]", "[AdaptiveQuantization]"))]
 

@@ -103,7 +103,7 @@ WORLD = {
 
 @pytest.fixture(scope="module")
 def broken(bench, distilled):
-    """Everything that the table names, beside a finished cache and a finished run."""
+    """Make everything that the table names, beside a finished cache and a finished run."""
     root = bench.root
     files = {
         "value.toml": "[run]\nsteps = 'many'\n",
@@ -128,7 +128,7 @@ def broken(bench, distilled):
 
 
 def write_hostile(bench):
-    """Specs, model folders and runs from an untrusted source; their code would write `executed`."""
+    """Write specs, model folders and runs from an untrusted source; their code would write `executed`."""
     root = bench.root
     teacher = "init = 'teacher-layers'\nlayers = [0]\nteacher = 'circle.toml'\n"
     (root / "circle.toml").write_text(teacher)
@@ -181,7 +181,7 @@ def reseal(checkpoint, change):
 
 
 def digests(folder):
-    """SHA-256 of every file below a folder, by name."""
+    """Compute the SHA-256 of every file below a folder, by name."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -205,7 +205,7 @@ def test_a_wrong_command_line_and_inputs_that_do_not_fit_together_are_one_line_a
 
 
 def last_of_each(argv):
-    """Without a flag of the base command that is given again, and its value: a command takes one student."""
+    """Remove a flag of the base command that is given again, with its value: a command takes one student."""
     single = ("--student", "--teacher", "--cache", "--data")
     again = [at for at, word in enumerate(argv) if word in single and word in argv[at + 1 :]]
     return [word for at, word in enumerate(argv) if at not in again and at - 1 not in again]

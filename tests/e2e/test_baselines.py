@@ -21,7 +21,7 @@ RUN = ("--student", "any.toml", "--steps", 1, "--batch-size", 4, "--precision", 
 
 @pytest.fixture(scope="module")
 def taught(bench):
-    """`right`: the standard library by the shipped teacher; `wrong`: by one whose tokenizer has its ids shuffled."""
+    """Capture the standard library: `right` by the shipped teacher, `wrong` by one whose tokenizer has shuffled ids."""
     shutil.copytree(TEACHER, bench.root / "shuffled")
     file = bench.root / "shuffled/tokenizer.json"
     tokenizer = json.loads(file.read_text())

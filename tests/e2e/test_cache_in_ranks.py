@@ -18,7 +18,7 @@ OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2
 
 
 def _same(folder: Path, expected: Path) -> None:
-    """`assert_same` of test_cache_survives, and equal settings; digests of files are of HDF5's bytes."""
+    """Assert `assert_same` of test_cache_survives, and equal settings; digests of files are of HDF5's bytes."""
     source = importlib.util.spec_from_file_location("survives", Path(__file__).with_name("test_cache_survives.py"))
     assert source and source.loader
     module = importlib.util.module_from_spec(source)
@@ -40,7 +40,7 @@ class Cached:
         return self.bench.launch(world, "cache-teacher", *OPTIONS, *self.bench.small, "--out", out, *more, fault=fault)
 
     def ok(self, world: int, out: str, *more: object) -> Path:
-        """The folder of the cache that `world` ranks have built, of which the first alone spoke."""
+        """Build a cache in `world` ranks, of which the first alone prints; return its folder."""
         self.bench.ok(world, "cache-teacher", *OPTIONS, *self.bench.small, "--out", out, *more)
         return self.root / out
 
@@ -52,7 +52,7 @@ def ranks(ranks_of) -> Cached:
 
 @pytest.fixture(scope="module")
 def of_one(ranks) -> Path:
-    """The cache of one process."""
+    """Build the cache of one process."""
     return ranks.ok(1, "of-one")
 
 

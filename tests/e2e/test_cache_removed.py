@@ -12,14 +12,14 @@ TRAIN = ("distill", "--student", "student.toml", "--batch-size", 4, "--warmup-st
 
 @pytest.fixture(scope="module")
 def shards(forks):
-    """`shards`: a cache of more shards than a reader keeps open, one sequence each."""
+    """Build `shards`: a cache of more shards than a reader keeps open, one sequence each."""
     argv = ("cache-teacher", "--teacher", "teacher", "--out", "shards", *forks.small, "--top-k", 4)
     forks.run(*argv, "--sequences-per-shard", 1).ok()
     return forks.root / "shards"
 
 
 def removed(forks, argv, out, what):
-    """A run whose cache lost `what` after its first step."""
+    """Start a run, and remove `what` of its cache after its first step."""
 
     def remove() -> None:
         while not (path := out / "metrics.jsonl").exists() or '"loss"' not in path.read_text():

@@ -49,7 +49,7 @@ def _content(folder: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same(folder: Path, expected: Path) -> None:
-    """Both caches hold the same, data set by data set, and the first is whole."""
+    """Assert that both caches hold the same, data set by data set, and that the first is whole."""
     assert verify_cache(folder) == []
     one, other = _content(folder), _content(expected)
     assert one.keys() == other.keys()
@@ -60,7 +60,7 @@ def assert_same(folder: Path, expected: Path) -> None:
 
 
 def _chain(after_publish: bool) -> list[str]:
-    """The points of one chain: of the files published once, those before the rename and one after it."""
+    """List the points of one chain: of the files published once, those before the rename and one after it."""
     last = "after-publish" if after_publish else "before-folder-fsync"
     order = ["settings", "tokenizer", "shard", "sidecar", "before-finish", "index", "card", "manifest"]
     points = [name for part in order for name in FAULT_POINTS if name.startswith(f"cache.{part}")]
@@ -96,7 +96,7 @@ def test_a_cache_killed_five_times_at_random_moments_is_the_undisturbed_one(benc
 
 
 def _killed(bench, folder: Path, seconds: float) -> bool:
-    """Run the command and kill it so long after its lock; whether it was still running."""
+    """Run the command and kill it so long after its lock; return whether it was still running."""
     for lock in folder.glob(".building-*"):
         lock.unlink()  # of the command killed before
     (process,) = bench.begin(*_command(bench, folder.name))
@@ -111,7 +111,7 @@ def _killed(bench, folder: Path, seconds: float) -> bool:
 
 @pytest.fixture
 def small_disk(bench) -> Iterator[Path]:
-    """A file system of 128 KiB."""
+    """Mount a file system of 128 KiB."""
     folder = bench.root / "small-disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", folder], capture_output=True).returncode:

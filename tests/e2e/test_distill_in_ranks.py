@@ -101,7 +101,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ranks(ranks_of):
-    """The bench in ranks, with a cache of text of which not all tokens count."""
+    """Add to the bench in ranks a cache of text of which not all tokens count."""
     ranks_of.ok(
         1, "cache-teacher", "--teacher", "teacher", "--out", "chat-cache", *SMALL, "--top-k", 16, "--precision", "fp32"
     )
@@ -109,7 +109,7 @@ def ranks(ranks_of):
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference between two students."""
+    """Compute the largest difference between two students."""
     assert one.keys() == other.keys()
     names = [name for name in one if not name.startswith("optimizer.")]
     return max(float((one[name] - other[name]).abs().max()) for name in names)
@@ -149,7 +149,7 @@ def test_compiled_ranks_that_add_up_and_clip_train_what_one_process_trains(ranks
 
 @pytest.fixture(scope="module")
 def whole(ranks):
-    """Runs of two ranks that nothing interrupts: `whole-ddp`, `whole-fsdp`, and `whole-2` of tensor ranks."""
+    """Make runs of two ranks that nothing interrupts: `whole-ddp`, `whole-fsdp`, and `whole-2` of tensor ranks."""
     for how in (DDP, FSDP, TENSOR):
         ranks.ok(2, *RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"whole-{how[1]}")
         for log in ("train.log", "rank-00001.log"):
@@ -331,7 +331,7 @@ RESTARTED = {
 
 @pytest.fixture(scope="module")
 def restarted(whole):
-    """A run of `RESTARTED` in two ranks, which torchrun has restarted once: what it printed."""
+    """Run one of `RESTARTED` in two ranks, which torchrun restarts once; return what it printed."""
 
     @functools.cache
     def run(out):

@@ -8,7 +8,7 @@ from kdtrain.cache.read.reader import CacheReader
 
 
 def cross_entropy(folder, cache):
-    """Mean over the unmasked tokens of the validation split, by transformers alone."""
+    """Compute the mean over the unmasked tokens of the validation split, by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     reader = CacheReader(cache, "validation")
     batch = reader.read(range(len(reader)))

@@ -19,7 +19,7 @@ ENDS = [*range(0, 300, 20), 299]
 
 @pytest.fixture(scope="module")
 def writes(bench):
-    """The command's options, with a teacher that has several end tokens."""
+    """Return the command's options, with a teacher that has several end tokens."""
     shutil.copytree(bench.root / "teacher", bench.root / "writer")
     settings = {"eos_token_id": ENDS, "temperature": 0.3, "do_sample": True, "repetition_penalty": 3.0}
     (bench.root / "writer" / "generation_config.json").write_text(json.dumps(settings))

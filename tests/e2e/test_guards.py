@@ -28,7 +28,7 @@ def events(forks, run, kind):
 
 
 def assert_sound(forks, run, steps):
-    """Each step was reported once, every number and every weight is finite."""
+    """Assert that each step was reported once, and every number and every weight is finite."""
     lines = forks.metrics(run)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -68,7 +68,7 @@ def test_a_run_that_is_nan_at_every_step_ends_with_exit_1_and_resumes_without_th
 
 
 def teacher_row():
-    """The first sequence of a step's data, for which `train.teacher` puts a NaN into the teacher's first row."""
+    """Find a step, and the first sequence of its data, by which `train.teacher` puts a NaN into the first row."""
     for step in range(2, 6):
         first = int(order.batch(0, step * SIZE, SIZE, SEQUENCES)[0])
         if first % SIZE != 0 and first >= 8:  # not where a micro-batch of the validation begins

@@ -18,7 +18,7 @@ def start(bench, out, *more, fault=None):
 
 @pytest.fixture(scope="module")
 def whole(bench):
-    """`hidden`: a student half as wide as its teacher, with dropout, uninterrupted."""
+    """Train `hidden`: a student half as wide as its teacher, with dropout, uninterrupted."""
     bench.student("narrow", "gpt2", n_embd=16, n_layer=1, resid_pdrop=0.1)
     start(bench, "hidden").ok()
     return bench

@@ -20,7 +20,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def hostile(request, bench, cached) -> str:
-    """The fault in the first shard of the cache `hostile`, whose digests all match."""
+    """Make a fault in the first shard of the cache `hostile`, whose digests all match; return the expected reason."""
     shutil.rmtree(bench.root / "hostile", ignore_errors=True)
     shutil.copytree(bench.root / "cache", bench.root / "hostile")
     change, reason = CASES[request.param]

@@ -31,14 +31,14 @@ def logits(model) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def base(bench, cached):
-    """`base`: a student with weights, of which it has much to learn."""
+    """Make `base`: a student with weights, of which it has much to learn."""
     write_model_folder(bench.root / "base", tiny_model("llama", 300, seed=4, num_hidden_layers=1), tiny_tokenizer(300))
     return bench
 
 
 @pytest.fixture(scope="module")
 def trained(base):
-    """`lora`: the run, without an interruption."""
+    """Train `lora`: the run, without an interruption."""
     return base.run(*RUN, *FAST, "--out", "lora", "--json").ok()
 
 

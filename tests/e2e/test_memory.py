@@ -13,7 +13,7 @@ SIZES = (85, 340)
 
 
 def write(bench, name, sequences):
-    """A cache of text that counts, soon learned: as many shards are open for the smallest as for the largest."""
+    """Write a cache of text that counts, soon learned: the smallest has as many open shards as the largest."""
     random = np.random.RandomState(0)
 
     def rows(number):

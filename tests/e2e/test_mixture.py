@@ -12,7 +12,7 @@ SIZES = {"cache": 40, "drawn": 20, "bare": 16}
 
 @pytest.fixture(scope="module")
 def bench(bench, cached):
-    """With `cache` (a top-k), `drawn` (samples alone) and `bare` (tokens without a teacher)."""
+    """Add to the bench `drawn` (samples alone) and `bare` (tokens without a teacher), beside `cache` (a top-k)."""
     text = (*bench.data, "--precision", "fp32", "--validation-sequences", 8)
     words = ("cache-teacher", "--teacher", "teacher", "--out", "drawn", "--num-samples", 20, "--num-sequences", 20)
     bench.run(*words, *text).ok()
@@ -34,7 +34,7 @@ def start(bench, out, *more, fault=None, **which):
 
 @pytest.fixture(scope="module")
 def whole(bench):
-    """The result of a run over all three that nothing happened to."""
+    """Train over all three without an interruption, and return the result."""
     return start(bench, "whole", "--micro-batch-size", 2, "--json").json
 
 

@@ -17,7 +17,7 @@ MUON = Path(__file__).parent / "packages" / "muon.py"
 
 @pytest.fixture(scope="module")
 def muon(forks):
-    """Runs `distill --optimizer muon` with the package, and returns the tensors of the run."""
+    """Run `distill --optimizer muon` with the package, and return the tensors of the run."""
     path = forks.install(MUON, "optimizers")
 
     def train(out, *argv, world=1, fault=None):

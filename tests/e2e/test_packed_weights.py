@@ -21,14 +21,14 @@ TEACHER = ("cache-teacher", "--teacher", "teacher", "--top-k", 4)
 
 @pytest.fixture(scope="module")
 def base(bench, cached):
-    """`base`: a student with weights, of which it has much to learn."""
+    """Make `base`: a student with weights, of which it has much to learn."""
     write_model_folder(bench.root / "base", tiny_model("llama", 300, seed=4, num_hidden_layers=1), tiny_tokenizer(300))
     return bench
 
 
 @pytest.fixture(scope="module")
 def packed(base):
-    """`int8`: the run, without an interruption."""
+    """Train `int8`: the run, without an interruption."""
     return base.run(*RUN, *INT8, "--out", "int8", "--json").ok()
 
 

@@ -22,13 +22,13 @@ BUILD = ("cache-teacher", "--teacher", "teacher", "--top-k", 4)
 
 @pytest.fixture(scope="module")
 def ranks(ranks_of, cached):
-    """The bench in ranks, with a cache."""
+    """Return the bench in ranks, with a cache."""
     return ranks_of
 
 
 @pytest.fixture
 def elsewhere(ranks, tmp_path):
-    """A copy of the bench, as on another node."""
+    """Copy the bench, as on another node."""
     for name in ("teacher", "cache", "corpus"):
         shutil.copytree(ranks.root / name, tmp_path / name)
     shutil.copy2(ranks.root / "student.toml", tmp_path)
@@ -36,7 +36,7 @@ def elsewhere(ranks, tmp_path):
 
 
 def refused(ranks, argv, out: Path, other=None, folder: Path | None = None, **environment: str) -> str:
-    """The refusal by rank 0 of a rank with another command line, or in another folder."""
+    """Return the refusal by rank 0 of a rank with another command line, or in another folder."""
     ended = ranks.launch_each([(argv, ranks.root), (other or argv, folder or ranks.root)], **environment)
     assert [each.code for each in ended] == [2, 2], [each.stderr for each in ended]
     assert ended[1].stderr == ""
@@ -93,7 +93,7 @@ def test_ranks_whose_student_has_other_weights_are_refused(ranks, elsewhere):
 
 
 def put_another_teacher(folder: Path) -> None:
-    """Other weights under the name of the teacher, with its tokenizer."""
+    """Put other weights under the name of the teacher, with its tokenizer."""
     tokenizer = load_tokenizer(folder / "teacher")
     shutil.rmtree(folder / "teacher")
     write_model_folder(folder / "teacher", tiny_model("llama", 300, seed=5), tokenizer)

@@ -25,7 +25,7 @@ def start(bench, kind, out, *more, fault=None, steps=STEPS, ranks=1):
 
 @pytest.fixture(scope="module")
 def uninterrupted(bench, cached):
-    """The runs that nothing happened to, by kind."""
+    """Make the runs that nothing interrupts, by kind."""
     for kind in RUNS:
         start(bench, kind, f"whole-{kind}").ok()
     return {kind: f"whole-{kind}" for kind in RUNS}
@@ -108,7 +108,7 @@ SPELLINGS = {
 
 @pytest.fixture(scope="module")
 def finished(bench, cached):
-    """A finished run of 6 steps with a checkpoint at every second, whose best is that of step 4."""
+    """Finish a run of 6 steps with a checkpoint at every second, whose best is that of step 4."""
     start(bench, "fixed", "finished", "--eval-freq", 2, steps=6).ok()
     Store(bench.root / "finished/checkpoints").link("best", "step-00000004")
     return bench.root / "finished"
@@ -143,7 +143,7 @@ def test_a_resume_loses_no_checkpoint_however_its_path_is_spelled(bench, finishe
 
 
 def contents(folder):
-    """The bytes of each checkpoint in a folder, by its name."""
+    """Read the bytes of each checkpoint in a folder, by its name."""
     checkpoints = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     return {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in checkpoints}
 

@@ -20,7 +20,7 @@ def content(folder):
 
 @pytest.fixture(scope="module")
 def writes(bench, distilled):
-    """The command's options, with a teacher that has several end tokens, and a student that asks for other draws."""
+    """Return the command's options, with a teacher of several end tokens, and a student that asks for other draws."""
     shutil.copytree(bench.root / "teacher", bench.root / "scorer")
     (bench.root / "scorer" / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
     shutil.copytree(bench.root / "run" / "student", bench.root / "exported")
@@ -119,7 +119,7 @@ def whole(run):
 
 
 def texts(forks, out):
-    """The tokens of each round of a run, by its name."""
+    """Return the tokens of each round of a run, by its name."""
     folders = sorted((forks.root / out / "rollouts").glob("round-*"))
     return {each.name: kd.Cache(each)["train"].text(range(12))["tokens"].tolist() for each in folders}
 
@@ -130,7 +130,7 @@ def same_weights(forks, one, other):
 
 
 def assert_same(forks, one, other):
-    """Equal checkpoints and losses; metrics.jsonl has times of writing besides."""
+    """Assert equal checkpoints and losses; metrics.jsonl has times of writing besides."""
     assert forks.differing(one, other) == []
     losses = [[(line["step"], line["loss"]) for line in forks.metrics(out)] for out in (one, other)]
     assert losses[0] == losses[1] and texts(forks, one) == texts(forks, other)

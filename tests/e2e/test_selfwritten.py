@@ -21,7 +21,7 @@ BESIDE = ("--cache", "cache", "--write-beside")
 
 @pytest.fixture(scope="module")
 def run(forks):
-    """Runs `distill --write-behind` with the package."""
+    """Run `distill --write-behind` with the package."""
     path = forks.install(PACKAGE, "sections", "plans")
 
     def run(out, *argv, world=1, fault=None, code=0):
@@ -40,12 +40,12 @@ def whole(run):
 
 
 def written(forks, out):
-    """The text that the student of a run wrote, by row."""
+    """Return the text that the student of a run wrote, by row."""
     return {int(path.stem): json.loads(path.read_text()) for path in (forks.root / out / "selfwritten").glob("*.json")}
 
 
 def rows(step):
-    """The rows that a step is the first to read."""
+    """Return the rows that a step is the first to read."""
     return batch(0, SIZE * (step - 1), SIZE, SEQUENCES).tolist()
 
 

@@ -62,7 +62,7 @@ TRAIN = ("--student", "student.toml", "--steps", 40, "--batch-size", 2, "--check
 
 @pytest.fixture(scope="module")
 def asked(bench):
-    """`captured`: a run that reads what a server says while it says it, and how to ask for another one."""
+    """Run `captured`, which reads a server's answers while they arrive, and return how to start another such run."""
 
     def run(out, stand_in, *more, **options):
         words = ("distill", "--teacher", "teacher", "--teacher-server", stand_in.url, "--server-top-k", 8, *bench.data)
@@ -78,7 +78,7 @@ def asked(bench):
 
 
 def same_runs(bench, one, other):
-    """Whether two runs ended in the same bits, and left the same cache."""
+    """Assert that two runs ended in the same bits; return whether they left the same cache."""
     assert bench.differing(one, other) == []
     return content(bench.root / one / "served") == content(bench.root / other / "served")
 

@@ -52,7 +52,7 @@ num_sequences = 4
 
 @pytest.fixture(scope="module")
 def swept(bench):
-    """A sweep whose process is killed while its first student trains, and then resumed."""
+    """Kill a sweep's process while its first student trains, and resume the sweep."""
     (bench.root / "s.toml").write_text(FILE)
     words = [sys.executable, "-m", "kdtrain", "sweep", "s.toml", "--json"]
     with open(bench.root / "said", "w") as said:

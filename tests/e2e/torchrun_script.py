@@ -13,7 +13,7 @@ from kdtrain import faults
 
 
 class Fork:
-    """What torchrun uses of `subprocess.Popen`: `python -u -m MODULE ...` in a session of its own."""
+    """The part of `subprocess.Popen` that torchrun uses, for `python -u -m MODULE ...` in a session of its own."""
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str], stdout: IO | None, stderr: IO | None, **_: object):
         self.args, self.returncode = args, None
@@ -32,7 +32,7 @@ class Fork:
             forks.end(lambda: forks.execute(args[2], list(args[3:])))
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
         if self.returncode is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None

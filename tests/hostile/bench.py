@@ -10,7 +10,10 @@ from tests.hostile.server import SECONDS, Done, Runner
 
 
 class Bench:
-    """Where cases are run: the base, the process that forks, and a folder for each case, gone when it is right."""
+    """The bench on which cases run: the base, the process that forks, and a folder for each case.
+
+    The folder is removed when the case is right.
+    """
 
     def __init__(self, folder: Path, seed: int = 0, seconds: float = SECONDS, keep: bool = False) -> None:
         self.folder, self.seed, self.keep = folder, seed, keep
@@ -26,7 +29,7 @@ class Bench:
         self.runner.close()
 
     def run(self, case: Case, cold: bool = False, shown: bool = False) -> tuple[Done, list[str]]:
-        """Attack, run, judge: how the command ended, and what is wrong with that."""
+        """Attack, run and judge; return how the command ended, and what is wrong with that."""
         self._number += 1
         root = self.folder / f"case-{self._number}"
         remove(root)
@@ -45,7 +48,7 @@ class Bench:
         return done, wrong
 
     def same_cold(self, case: Case) -> bool:
-        """Whether the command ends the same in an interpreter of its own: exit code and line."""
+        """Return True if the command ends the same in an interpreter of its own: exit code and line."""
         ends = []
         for cold in (False, True):
             done, _ = self.run(case, cold)
@@ -59,5 +62,5 @@ def _environment(root: Path) -> dict[str, str | None]:
 
 
 def named(case: Case) -> str:
-    """Family and name: what a case is called in reports."""
+    """Name a case in reports, by family and name."""
     return f"{case.family}: {case.name}"

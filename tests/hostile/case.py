@@ -76,7 +76,7 @@ class Place:
         (root / "home" / ".profile").write_text("umask 022\n")
 
     def path(self, name: str) -> Path:
-        """A path where the command runs."""
+        """Return a path where the command runs."""
         return self.here / name
 
     def write(self, name: str, content: str | bytes) -> Path:
@@ -108,21 +108,21 @@ class Place:
 
     @contextlib.contextmanager
     def json(self, name: str) -> Iterator[Any]:
-        """A JSON file to be changed."""
+        """Open a JSON file for a change."""
         content = json.loads(self.path(name).read_text())
         yield content
         self.path(name).write_text(json.dumps(content, indent=1))
 
     @contextlib.contextmanager
     def shard(self, name: str = "train-00000", folder: str = "cache") -> Iterator[h5py.File]:
-        """A shard to be changed; the cache is sealed again."""
+        """Open a shard for a change, and seal the cache again."""
         with h5py.File(self.path(f"{folder}/shards/{name}.h5"), "r+") as file:
             yield file
         seal.cache(self.path(folder))
 
     @contextlib.contextmanager
     def state(self, step: int = 4) -> Iterator[dict[str, Any]]:
-        """The state.json of a checkpoint of the run to be changed; both checkpoints get it and are sealed again."""
+        """Open the state.json of a checkpoint for a change; the run keeps its newest checkpoint alone, sealed again."""
         with self.json(f"run/checkpoints/step-0000000{step}/state.json") as content:
             yield content
         self.seal_run()
@@ -158,26 +158,26 @@ Given = ParamSpec("Given")
 
 
 def curried(done: Callable[Concatenate[Place, Given], None]) -> Callable[Given, Attack]:
-    """A function of a place and arguments, as a function of the arguments that gives an attack."""
+    """Turn a function of a place and arguments into a function of the arguments that gives an attack."""
     return lambda *given, **named: lambda place: done(place, *given, **named)
 
 
 @curried
 def wrote(place: Place, name: str, content: str | bytes) -> None:
-    """A file is written."""
+    """Write a file."""
     place.write(name, content)
 
 
 @curried
 def in_json(place: Place, name: str, where: str, value: Any) -> None:
-    """An entry of a JSON file is set, or removed."""
+    """Set an entry of a JSON file, or remove it."""
     with place.json(name) as content:
         put(content, where, value)
 
 
 @curried
 def in_spec(place: Place, name: str, value: Any) -> None:
-    """An option of the student's configuration is set in its spec."""
+    """Set an option of the student's configuration in its spec."""
     lines = place.path("student.toml").read_text().splitlines()
     kept = [line for line in lines if not line.startswith(f"{name} =")]
     place.write("student.toml", "\n".join([*kept, f"{name} = {json.dumps(value)}"]) + "\n")
@@ -185,7 +185,10 @@ def in_spec(place: Place, name: str, value: Any) -> None:
 
 @curried
 def spec_with(place: Place, *lines: str, config: bool = True) -> None:
-    """Lines in front of the student's spec, in place of those with the same key; without its configuration."""
+    """Put lines in front of the student's spec, in place of lines with the same key.
+
+    config: keep the student's configuration.
+    """
     kept = place.path("student.toml").read_text().splitlines()
     kept = kept if config else kept[: kept.index("[config]")]
     keys = tuple(f"{line.split(' =')[0]} =" for line in lines)
@@ -194,42 +197,42 @@ def spec_with(place: Place, *lines: str, config: bool = True) -> None:
 
 @curried
 def in_cache(place: Place, record: str, where: str | tuple[str, str], value: Any) -> None:
-    """An entry of the `manifest`, the `settings` or each `sidecar` of the cache is set, or removed."""
+    """Set an entry of the `manifest`, the `settings` or each `sidecar` of the cache, or remove it."""
     seal.cache(place.path("cache"), **{record: lambda content: put(content, where, value)})
 
 
 @curried
 def changed(place: Place, record: str, change: seal.Edit) -> None:
-    """The `manifest`, the `settings` or each `sidecar` of the cache is changed."""
+    """Change the `manifest`, the `settings` or each `sidecar` of the cache."""
     seal.cache(place.path("cache"), **{record: change})
 
 
 @curried
 def in_sealed(place: Place, name: str, where: str, value: Any) -> None:
-    """An entry of one sealed record is set, and nothing else of its cache."""
+    """Set an entry of one sealed record, and change nothing else of its cache."""
     with seal.record(place.path(name)) as record:
         put(record, where, value)
 
 
 @curried
 def in_state(place: Place, where: str, value: Any) -> None:
-    """An entry of the state of a checkpoint is set, or removed."""
+    """Set an entry of the state of a checkpoint, or remove it."""
     with place.state() as state:
         put(state, where, value)
 
 
 @curried
 def linked(place: Place, name: str, target: str) -> None:
-    """A link to something beside the folder where the command runs."""
+    """Link to something beside the folder where the command runs."""
     place.link(name, str(place.root / target))
 
 
 def nothing(place: Place) -> None:
-    """All is sound."""
+    """Change nothing: all is sound."""
 
 
 def words(command: str, flag: str, value: str | None = None) -> tuple[str, ...]:
-    """A command without a flag that it has, or with another value for it, or with one more flag."""
+    """Return a command without a flag that it has, or with another value for it, or with one more flag."""
     found = COMMANDS[command]
     at = found.index(flag) if flag in found else len(found)
     return (*found[:at], *([] if value is None else [f"{flag}={value}"]), *found[at + 2 :])
@@ -263,7 +266,7 @@ class Case:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Where the command may write."""
+        """The paths that the command may write."""
         if self.writes is not None:
             return self.writes
         if "--repair" in self.argv:
@@ -271,7 +274,7 @@ class Case:
         return (self.argv[self.argv.index("--out") + 1],) if "--out" in self.argv[:-1] else ()
 
     def seed(self, seed: int) -> str:
-        """What the random numbers of this case come from."""
+        """Return the seed of this case's random numbers."""
         return hashlib.sha256(f"{seed} {self.family} {self.name}".encode()).hexdigest()
 
 
@@ -283,7 +286,7 @@ class Cases(list[Case]):
         self.common = {"family": family} | common
 
     def add(self, name: str, command: str | tuple[str, ...], attack: Attack = nothing, **more: Any) -> None:
-        """One more: `command` is a name of `COMMANDS` or the words themselves."""
+        """Add a case: `command` is a name of `COMMANDS` or the words themselves."""
         argv = COMMANDS[command] if isinstance(command, str) else command
         shown = command if isinstance(command, str) else command[0]
         self.append(Case(name=f"{name}, {shown}", attack=attack, argv=argv, **self.common | more))

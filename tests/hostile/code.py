@@ -30,7 +30,7 @@ _KINDS = {"llama": _ABOUT, "evil": _ABOUT, "vit": _ELSEWHERE, "clip": _ELSEWHERE
 
 
 class _Pickled:
-    """What touches a file when it is unpickled."""
+    """An object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ _GENERATION: dict[str, Any] = {
 
 
 def cases() -> Cases:
-    """In model folders, tokenizers, checkpoints, caches, specs and data."""
+    """List cases of foreign code in model folders, tokenizers, checkpoints, caches, specs and data."""
     found = Cases("code", ends="either")
     for name, command in (("model", "model"), ("teacher", "build")):
         for kind in (*_KINDS, "none"):

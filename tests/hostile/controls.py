@@ -6,7 +6,7 @@ from tests.hostile.shapes import in_shards
 
 
 def cases() -> Cases:
-    """One for each command, and resealing without a change."""
+    """List a case for each command, and cases that reseal without a change."""
     found = Cases("controls")
     for command in COMMANDS:
         same = command in ("evaluate", "model", "again", "finish")

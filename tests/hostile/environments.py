@@ -50,7 +50,7 @@ _COLD: dict[str, Variables] = {
 
 
 def cases() -> Cases:
-    """What the command finds around it."""
+    """List cases of the environment that the command finds around it."""
     found = Cases("environments")
     for number, (name, environment) in enumerate(_RANKS.items()):
         for command in ("distill", "build") if number < 2 else (("distill", "build")[number % 2],):

@@ -19,7 +19,7 @@ FAMILIES = (controls, links, kinds, shapes, sizes, values, texts, names, environ
 
 
 def all_cases() -> list[Case]:
-    """The cases in a fixed order; their names tell them apart."""
+    """List the cases in a fixed order; their names tell them apart."""
     cases = [case for family in FAMILIES for case in family.cases()]
     named = {(case.family, case.name) for case in cases}
     assert len(named) == len(cases), "two cases of one name"
@@ -27,7 +27,7 @@ def all_cases() -> list[Case]:
 
 
 def sample(cases: list[Case], number: int) -> list[Case]:
-    """A fixed pseudo-random sample of each family."""
+    """Draw a fixed pseudo-random sample of each family."""
     chosen: list[Case] = []
     for family in dict.fromkeys(case.family for case in cases):
         chosen += sorted((case for case in cases if case.family == family), key=lambda case: case.seed(0))[:number]

@@ -10,7 +10,7 @@ _NEWEST = "run/checkpoints/step-00000004"
 
 
 def cases() -> Cases:
-    """Shards most of all: their format is read by a library in C."""
+    """List cases of changed bytes, of shards most of all: their format is read by a library in C."""
     found = Cases("bytes", ends="either")
     for number in range(60):
         command = ("evaluate", "distill", "verify")[number % 3]
@@ -56,7 +56,7 @@ def _spoil(place: Place, name: str, number: int, first: int = 0, last: int | Non
 
 @curried
 def _shard(place: Place, number: int) -> None:
-    """Most of the structure of a shard stands in its first and last kilobytes."""
+    """Spoil bytes of a shard, most often its first and last kilobytes, where most of its structure stands."""
     for name in ("train-00000", "validation-00000"):
         size = place.path(f"cache/shards/{name}.h5").stat().st_size
         part = ((0, 512), (0, 8192), (size - 16_384, size), (0, size))[number % 4 if number < 48 else 1]

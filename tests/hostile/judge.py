@@ -22,7 +22,7 @@ _LARGEST_READ = 2**26
 
 
 def tree(root: Path) -> Tree:
-    """Everything below a folder, links not followed: kind and mode, size, time, inode, and content or target."""
+    """Describe all below a folder, links not followed: kind and mode, size, time, inode, and content or target."""
     found: Tree = {}
     for folder, folders, files in os.walk(root):
         for name in [*folders, *files]:
@@ -45,7 +45,7 @@ def _content(path: Path, size: int) -> str:
 
 
 def failures(case: Case, done: Done, place: Place, before: Tree, sound: dict[str, Any]) -> list[str]:
-    """What is wrong with how a case ended, one phrase each, the kind of failure first; empty where nothing is."""
+    """List what is wrong with how a case ended, one phrase each, the kind of failure first; empty where nothing is."""
     found = []
     if done.hung:
         found.append(f"hung: killed after {done.seconds:.0f} s")
@@ -65,7 +65,7 @@ def failures(case: Case, done: Done, place: Place, before: Tree, sound: dict[str
 
 
 def _traceback(stderr: str) -> str:
-    """The exception, and the last line of kdtrain's that it passed through."""
+    """Return the exception, and the last line of kdtrain's that it passed through."""
     last = [line.strip() for line in stderr.splitlines() if line.strip()][-1]
     places = re.findall(r'/(kdtrain/[\w/]+\.py)", line (\d+)', stderr)
     return f"{last[:200]} ({':'.join(places[-1]) if places else 'nowhere in kdtrain'})"
@@ -154,7 +154,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _changes(case: Case, place: Place, before: Tree) -> list[str]:
-    """What was changed that is not the command's own."""
+    """List changes to files that are not the command's own."""
     after = tree(place.root)
     allowed = [os.path.normpath(f"here/{name}") for name in case.written]
 

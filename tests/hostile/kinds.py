@@ -11,7 +11,7 @@ KINDS = ("folder", "pipe", "socket", "device", "unreadable", "broken", "empty")
 
 
 def cases() -> Cases:
-    """Every object in every kind, the commands in turn."""
+    """List cases of every object in every kind, the commands in turn."""
     found = Cases("types")
     for name in CACHE:
         for kind in KINDS:

@@ -18,7 +18,7 @@ _TARGETS = {"": "docs", "shards": "docs/shards", "tokenizer": "docs", "student":
 
 
 def cases() -> Cases:
-    """Caches, shards, runs, checkpoints, exports, model folders, text."""
+    """List cases of links in caches, shards, runs, checkpoints, exports, model folders and text."""
     found = Cases("links")
     _caches(found)
     _shards(found)
@@ -38,13 +38,13 @@ def away(place: Place, name: str) -> None:
 
 @curried
 def _to(place: Place, name: str, target: str) -> None:
-    """Replace it by a link to what is seen from where it lies."""
+    """Replace a name by a link to a target, relative to the name's folder."""
     place.link(name, target)
 
 
 @curried
 def twin(place: Place, name: str, damaged: str = "") -> None:
-    """Replace it by a link to itself elsewhere; what is behind the link may be damaged."""
+    """Replace a name by a link to the same content elsewhere; the file `damaged` behind the link is cut short."""
     if damaged:
         path = place.path(damaged)
         path.write_bytes(path.read_bytes()[:-9])
@@ -74,7 +74,7 @@ def _caches(found: Cases) -> None:
 
 
 def _unread(name: str) -> str:
-    """Files that training does not need; whether it looks at them is its own affair."""
+    """Return how training may end with this file: it does not need some files, and may read them or not."""
     return "either" if name in ("settings.json", "index.h5", "shards/train-00000.json") else "refused"
 
 
@@ -91,14 +91,14 @@ def _shards(found: Cases) -> None:
 
 @curried
 def _in_shard(place: Place, attack: Callable[[Place, h5py.File, str], None], name: str) -> None:
-    """The attack on a data set of the first shards of train and validation."""
+    """Attack a data set of the first shards of train and validation."""
     for shard in ("train-00000", "validation-00000"):
         with place.shard(shard) as file:
             attack(place, file, name)
 
 
 def _secret(place: Place, file: h5py.File, name: str) -> str:
-    """A file of the user's with a data set of the same name and shape."""
+    """Make a file of the user's with a data set of the same name and shape."""
     path = place.docs / "secret.h5"
     with h5py.File(path, "a") as secret:
         if name not in secret:
@@ -180,7 +180,7 @@ def _runs(found: Cases) -> None:
 
 
 def _published(found: Cases) -> None:
-    """What an export would copy from the run; nothing of the user's may come with it."""
+    """Add cases of what an export would copy from the run; nothing of the user's may come with it."""
     for name in ("chat_template.jinja", "tokenizer.json", "added_tokens.json"):
         found.add(f"tokenizer's {name} to the user's", "export", away(f"run/tokenizer/{name}"))
     found.add("tokenizer to the user's", "export", away("run/tokenizer"), ends="either")
@@ -211,6 +211,6 @@ def _outputs(found: Cases) -> None:
 
 @curried
 def _exported(place: Place, name: str) -> None:
-    """An exported folder with a link and a file of the user's in it, to be overwritten."""
+    """Make an exported folder with a link and a file of the user's in it, to be overwritten."""
     place.path("model").rename(place.path("new"))
     place.link(f"new/{name}", str(place.docs / "letter.txt"))

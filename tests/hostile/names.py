@@ -35,7 +35,7 @@ _TREE = ("..", "a/../../..", "./././..", "/", "//", "~", "~nosuchuser/x", "$HOME
 
 
 def cases() -> Cases:
-    """Manifests of caches and checkpoints, indices of weights, specs, options."""
+    """List cases of names in manifests of caches and checkpoints, indices of weights, specs and options."""
     found = Cases("names")
     for number, (kind, name) in enumerate(PATHS.items()):
         shard = name.replace("letter.txt", "shards/train-00000")
@@ -72,7 +72,7 @@ def cases() -> Cases:
 
 @curried
 def _template(place: Place, name: str) -> None:
-    """A named chat template of the teacher's tokenizer."""
+    """Add a named chat template to the teacher's tokenizer."""
     place.path("teacher/chat_template.jinja").unlink(missing_ok=True)
     with place.json("teacher/tokenizer_config.json") as content:
         content["chat_template"] = [{"name": "default", "template": "a"}, {"name": name, "template": "b"}]
@@ -93,7 +93,7 @@ def _checkpoint(place: Place, name: str) -> None:
 
 
 def _first_is(name: str) -> Any:
-    """The first tensor of the student has another name."""
+    """Give the first tensor of the student another name."""
 
     def change(header: dict[str, Any]) -> dict[str, Any]:
         first = next(each for each in header if each.startswith("student."))
@@ -104,7 +104,7 @@ def _first_is(name: str) -> Any:
 
 @curried
 def _index(place: Place, name: str) -> None:
-    """Weights in several files, of which the index says where they are."""
+    """Split the weights in several files, and let an index say where they are."""
     path = place.path("model/model.safetensors")
     header, _ = header_of(path)
     path.rename(place.docs / "weights.safetensors")

@@ -15,12 +15,12 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Compute the SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def spelled(record: dict[str, Any]) -> str:
-    """The text of a sealed record of a cache: manifest, settings or sidecar."""
+    """Write a sealed record of a cache as text: manifest, settings or sidecar."""
     content = {key: value for key, value in record.items() if key != "digest"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     sealed = {**content, "digest": hashlib.sha256(canonical.encode()).hexdigest()}
@@ -29,7 +29,7 @@ def spelled(record: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def record(path: Path) -> Iterator[dict[str, Any]]:
-    """A JSON object to be changed, and sealed again."""
+    """Open a JSON object for a change, and seal it again."""
     content = json.loads(path.read_text())
     yield content
     path.write_text(spelled(content))

@@ -53,7 +53,7 @@ class Done:
 
 
 class Runner:
-    """Starts the server in `folder`, where it keeps what commands print."""
+    """A runner that starts the server in `folder`, where it keeps what commands print."""
 
     def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -125,7 +125,7 @@ def serve() -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Be the command. Of a request may be left out: nofile, fsize, nproc (limits), umask, closed (streams)."""
+    """Become the command. A request may leave out nofile, fsize, nproc (limits), umask, closed (streams)."""
     os.setsid()
     os.chdir(request["cwd"])
     modes = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -187,7 +187,7 @@ def _all_gone() -> bool:
 
 
 def _end_rest() -> list[str]:
-    """Kill what is left, until nothing is; what it was."""
+    """Kill the remaining child processes, until there are none; return their commands."""
     found = []
     while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         for child in children:

@@ -21,7 +21,7 @@ Header = dict[str, Any]
 
 
 def cases() -> Cases:
-    """Every data set in every shape, then the headers of safetensors files."""
+    """List cases of every data set in every shape, then of the headers of safetensors files."""
     found = Cases("shapes")
     for number, name in enumerate((*PLAIN, *LISTS)):
         for offset, (kind, remake) in enumerate(_REMAKES.items()):
@@ -59,7 +59,7 @@ def cases() -> Cases:
 
 @curried
 def in_shards(place: Place, remake: Remake, name: str) -> None:
-    """Do it to the first shards of train and of validation."""
+    """Change the first shards of train and of validation."""
     for shard in ("train-00000", "validation-00000"):
         with place.shard(shard) as file:
             remake(file, name)
@@ -105,7 +105,7 @@ def _without(file: h5py.File, name: str) -> None:
 
 
 def _instead(value: Any) -> Remake:
-    """Something else in the place of a data set, made of what it was."""
+    """Put something else in the place of a data set, made of what it was."""
 
     def remake(file: h5py.File, name: str) -> None:
         made = value(file[name]) if callable(value) else value
@@ -116,7 +116,7 @@ def _instead(value: Any) -> Remake:
 
 
 def _unwritten(file: h5py.File, name: str) -> None:
-    """The right shape and no chunk of it, without a fill value."""
+    """Give a data set its right shape and no chunk, without a fill value."""
     old = file[name]
     plist = old.id.get_create_plist().copy()
     plist.set_fill_value(np.zeros((), old.dtype))
@@ -196,20 +196,20 @@ def _swapped(place: Place) -> None:
 
 
 def header_of(path: Path) -> tuple[Header, bytes]:
-    """The header of a safetensors file, and what stands behind it."""
+    """Read the header of a safetensors file, and the bytes behind it."""
     content = path.read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
     return json.loads(content[8 : 8 + size]), content[8 + size :]
 
 
 def write_safetensors(path: Path, header: Header | bytes, data: bytes, size: int | None = None) -> None:
-    """Write one; `size` is what it says its header has."""
+    """Write a safetensors file; `size` is what it states as the size of its header."""
     spelled = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(spelled) if size is None else size) + spelled + data)
 
 
 def _first(header: Header) -> Header:
-    """The entry of the first tensor of more than one axis."""
+    """Return the entry of the first tensor of more than one axis."""
     return next(entry for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) > 1)
 
 
@@ -239,7 +239,7 @@ def _lost(header: Header) -> Header:
 
 
 def _transposed(header: Header) -> Header:
-    """Of a tensor whose axes differ, or nothing would."""
+    """Transpose a tensor whose axes differ: the change would show in no other."""
     shaped = (entry for name, entry in header.items() if name != "__metadata__")
     entry = next(entry for entry in shaped if entry["shape"] != entry["shape"][::-1])
     entry["shape"] = entry["shape"][::-1]
@@ -279,7 +279,7 @@ _CHANGES_WEIGHTS = ("metadata is a number",)
 
 @curried
 def in_tensors(place: Place, name: str, damage: Callable[[Header], Header | bytes]) -> None:
-    """The header of a safetensors file is another; a run is sealed again."""
+    """Replace the header of a safetensors file; a run is sealed again."""
     header, data = header_of(place.path(name))
     write_safetensors(place.path(name), damage(header), data)
     if name == CHECKPOINT:
@@ -287,7 +287,7 @@ def in_tensors(place: Place, name: str, damage: Callable[[Header], Header | byte
 
 
 def _placed(places: Callable[[dict[str, Any]], Any]) -> Callable[[Header], Header]:
-    """Other places of the parts of tensors."""
+    """Move the parts of tensors to other places."""
 
     def change(header: Header) -> Header:
         metadata = header["__metadata__"]

@@ -15,7 +15,7 @@ HUGE = 10**12
 
 
 def cases() -> Cases:
-    """Declared sizes in shards, manifests, configurations and headers; long files."""
+    """List cases of declared sizes in shards, manifests, configurations and headers, and of long files."""
     found = Cases("sizes")
     for name in (*PLAIN, *LISTS):
         found.add(f"{name} of 80 GB", "evaluate", in_shards(_declared(8 * 10**10), name))
@@ -65,7 +65,7 @@ def cases() -> Cases:
 
 
 def _declared(size: int) -> Callable[[h5py.File, str], None]:
-    """As many rows as `size` bytes need, none of them written."""
+    """Declare as many rows as `size` bytes need, and write none of them."""
 
     def remake(file: h5py.File, name: str) -> None:
         old = file[name]
@@ -91,7 +91,7 @@ def _chunked(file: h5py.File, name: str) -> None:
 
 
 def _bomb(file: h5py.File, name: str) -> None:
-    """Two gigabytes of zeros, in a few kilobytes."""
+    """Put two gigabytes of zeros in a few kilobytes."""
     del file[name]
     data = file.create_dataset(name, (2**30,), np.uint16, chunks=(2**24,), compression="gzip", compression_opts=9)
     packed = zlib.compress(bytes(2**25), 9)
@@ -149,14 +149,14 @@ _MANIFEST: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @curried
 def _holes(place: Place, name: str) -> None:
-    """A file of 1 TB that takes no space."""
+    """Make a file of 1 TB that takes no space."""
     with open(place.write(name, "{"), "r+b") as file:
         file.truncate(10**12)
 
 
 @curried
 def _long(place: Place, name: str) -> None:
-    """300 MB that begin as a file of its kind does."""
+    """Write 300 MB that begin as a file of its kind does."""
     content = place.path(name).read_text()
     begun = content.rstrip().removesuffix("}") if name.endswith(".json") else content.splitlines()[0][:-1]
     if name.endswith(".toml"):

@@ -49,7 +49,7 @@ _WRONG: tuple[Any, ...] = (None, 5, -1, "text", [], {}, [[1]], {"a": {}}, True, 
 
 
 def cases() -> Cases:
-    """Files of the cache, of runs, of checkpoints, of models; specs and options; templates; data."""
+    """List cases of files of caches, runs, checkpoints and models, of specs and options, of templates and of data."""
     found = Cases("json-toml")
     _caches(found)
     _runs(found)
@@ -62,7 +62,7 @@ def cases() -> Cases:
 
 
 def _some(number: int, step: int) -> Iterator[tuple[str, bytes]]:
-    """Every `step`-th shape, another choice for each file."""
+    """Yield every `step`-th shape, another choice for each file."""
     yield from list(JSON.items())[number % step :: step]
 
 

@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def cases() -> Cases:
-    """Shards, records of the cache, checkpoints, weights, log-probabilities, specs."""
+    """List cases of values in shards, records of the cache, checkpoints, weights, log-probabilities and specs."""
     found = Cases("values")
     _shards(found)
     _records(found)
@@ -84,7 +84,7 @@ _SHARDS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray], str]] = {
 
 
 def _singular(weights: np.ndarray) -> np.ndarray:
-    """Each number predicted by itself."""
+    """Change the weights so that each number is predicted by itself."""
     number, width = len(weights), weights.shape[1] - len(weights)
     changed = weights.copy()
     changed[:, width:] = np.eye(number)
@@ -242,7 +242,7 @@ def _weights(found: Cases) -> None:
 
 @curried
 def _full(place: Place, name: str, value: float, part: str = "") -> None:
-    """Every number of the tensors whose names have a part."""
+    """Fill every number of the tensors whose names have a part."""
     header, data = header_of(place.path(name))
     content = bytearray(data)
     for tensor, entry in header.items():

@@ -59,18 +59,18 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Parse a file to its syntax tree."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def lines_of(path: Path) -> int:
-    """The lines of a file."""
+    """Count the lines of a file."""
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
 @cache
 def code_of(path: Path) -> tuple[int, int]:
-    """The lines of a file that hold code, and the characters of its code."""
+    """Count the lines of a file that hold code, and the characters of its code."""
     texts: set[int] = set()
     for node in ast.walk(tree_of(path)):
         if (
@@ -88,13 +88,16 @@ def code_of(path: Path) -> tuple[int, int]:
 
 
 def conditionals_within(path: Path) -> int:
-    """The conditional expressions of a file that hold another one."""
+    """Count the conditional expressions of a file that hold another one."""
     every = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.IfExp)]
     return sum(any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node) for node in every)
 
 
 def times_truth(known: dict[str, Path]) -> Iterator[str]:
-    """Where modules multiply a text or a list by a truth value; numbers and tensors only by `not` and `and`."""
+    """Yield the places where modules multiply a text or a list by a truth value.
+
+    Of numbers and tensors, only a product with `not` or `and` is found.
+    """
     flags = {"bool", *re.findall(r"(\w+): bool\b", "".join(path.read_text() for path in known.values()))}
     for name, path in known.items():
         for node in ast.walk(tree_of(path)):
@@ -108,7 +111,7 @@ def times_truth(known: dict[str, Path]) -> Iterator[str]:
 
 
 def modules() -> dict[str, Path]:
-    """Every module of kdtrain by its dotted name."""
+    """Return every module of kdtrain by its dotted name."""
     found = {}
     for path in sorted((ROOT / "kdtrain").rglob("*.py")):
         found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
@@ -116,7 +119,7 @@ def modules() -> dict[str, Path]:
 
 
 def loaded() -> dict[str, set[str]]:
-    """The modules of kdtrain that are loaded by each import of `STARTS`, and by a run of two steps from a cache."""
+    """Return the modules of kdtrain that each import of `STARTS` loads, and a run of two steps from a cache."""
     commands = [[start] for start in STARTS.values()]
     commands += [["kdtrain", *words] for words in (_CAPTURE, [*_CACHED, *_FP32, "--steps", str(_STEPS)])]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -130,7 +133,7 @@ def loaded() -> dict[str, set[str]]:
 
 
 def handed_on(module: str, known: dict[str, Path]) -> dict[str, tuple[str, str]]:
-    """The names that a module imports from others of kdtrain: from where, and what they are called there."""
+    """Return the names that a module imports from others of kdtrain, with the module and the name there."""
     return {
         alias.asname or alias.name: (node.module, alias.name)
         for node in ast.walk(tree_of(known[module]))
@@ -140,7 +143,7 @@ def handed_on(module: str, known: dict[str, Path]) -> dict[str, tuple[str, str]]
 
 
 def origin(module: str, name: str, known: dict[str, Path]) -> tuple[str, str]:
-    """The module in which a name is defined, and what it is called there; no name where it is a module itself."""
+    """Find the module in which a name is defined, and its name there; no name where it is a module itself."""
     if f"{module}.{name}" in known:
         return f"{module}.{name}", ""
     further = handed_on(module, known).get(name)
@@ -148,7 +151,7 @@ def origin(module: str, name: str, known: dict[str, Path]) -> tuple[str, str]:
 
 
 def used_by(module: str, known: dict[str, Path]) -> set[tuple[str, str]]:
-    """The modules and names of kdtrain that a module takes, in an import, as an attribute of one, or by a string."""
+    """Return the modules and names of kdtrain that a module takes: by import, as an attribute or by a string."""
     tree = tree_of(known[module])
     taken = handed_on(module, known)
     whole = {name: ".".join(each) for name, each in taken.items() if ".".join(each) in known}
@@ -159,7 +162,7 @@ def used_by(module: str, known: dict[str, Path]) -> set[tuple[str, str]]:
                 whole |= {alias.asname: alias.name} if alias.asname else {top: top}
 
     def module_of(node: ast.expr) -> str | None:
-        """The module that an expression stands for."""
+        """Return the module that an expression stands for."""
         if isinstance(node, ast.Name):
             return whole.get(node.id)
         if isinstance(node, ast.Attribute) and (above := module_of(node.value)) is not None:
@@ -179,7 +182,7 @@ def used_by(module: str, known: dict[str, Path]) -> set[tuple[str, str]]:
 
 
 def used_once(path: Path) -> tuple[int, int]:
-    """The functions of a file, and its private ones that it mentions once outside of their `def`."""
+    """Count the functions of a file, and its private ones that it mentions once outside of their `def`."""
     functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, _FUNCTION)]
     mentioned = Counter(
         node.id if isinstance(node, ast.Name) else node.attr
@@ -191,7 +194,7 @@ def used_once(path: Path) -> tuple[int, int]:
 
 
 def attributes_of(node: ast.ClassDef) -> int:
-    """The attributes that the class declares, or sets on itself."""
+    """Count the attributes that the class declares, or sets on itself."""
     declared = {
         each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     }
@@ -202,14 +205,14 @@ def attributes_of(node: ast.ClassDef) -> int:
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The parameters of a function without `self`."""
+    """Count the parameters of a function without `self`."""
     arguments = node.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
 
 
 def counts() -> dict[str, int]:
-    """Every count that bounds.toml bounds."""
+    """Compute every count that bounds.toml bounds."""
     known = modules()
     core = {name: path for name, path in known.items() if not name.startswith("kdtrain.plugins")}
     plugins = known.keys() - core.keys()
@@ -238,7 +241,7 @@ def counts() -> dict[str, int]:
 
 
 def large(kind: str) -> dict[str, int]:
-    """Classes with more `attributes`, or functions with more `parameters`, than their bound: what, and how many."""
+    """Count the `attributes` of classes, or the `parameters` of functions, that have more than their bound."""
     most, found = BOUNDS["each"][kind], {}
     for name, path in modules().items():
         for node in ast.walk(tree_of(path)):
@@ -254,7 +257,7 @@ def large(kind: str) -> dict[str, int]:
 
 
 def shared_names() -> dict[str, list[str]]:
-    """Names of classes that several modules define, each with its modules."""
+    """Return the names of classes that several modules define, each with its modules."""
     found: dict[str, list[str]] = {}
     for name, path in modules().items():
         for node in tree_of(path).body:

@@ -52,7 +52,7 @@ class Step:
 
 
 def capture(out: str, *options: str, data: str = "corpus", **how: Any) -> Step:
-    """A cache of the tiny teacher."""
+    """Make the step that caches the tiny teacher."""
     return Step((*CAPTURE, "--data", data, *SHORT, "--out", out, *options), **how)
 
 
@@ -68,7 +68,7 @@ def distill(
     alpha: tuple[str, ...] = FIXED,
     **how: Any,
 ) -> Step:
-    """A run of ten steps."""
+    """Make the step of a run of ten steps."""
     source = () if cache is None else ("--cache", cache)
     return Step(("distill", *source, "--student", student, "--out", out, *alpha, *options), **how)
 
@@ -247,7 +247,7 @@ def worker() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """The teacher, the student and the text of every case."""
+    """Write the teacher, the student and the text of every case."""
     from transformers import AutoTokenizer
 
     from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
@@ -275,7 +275,7 @@ def prepare(folder: Path) -> None:
 
 
 def tensors(path: Path) -> dict[str, Any]:
-    """Every tensor of a safetensors file: its type, shape and bytes."""
+    """Read every tensor of a safetensors file: its type, shape and bytes."""
     import torch
     from safetensors import safe_open
 
@@ -285,7 +285,7 @@ def tensors(path: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """What is compared of the caches, runs and exported students below `folder`, each part by its name."""
+    """Read what is compared of the caches, runs and exported students below `folder`, each part by its name."""
     import h5py
     import hdf5plugin  # noqa: F401
 
@@ -319,7 +319,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def different(before: dict[str, Any], after: dict[str, Any], left_out: set[str]) -> list[str]:
-    """The names of what is not equal, but for keys that are called as one of `left_out`."""
+    """List the names whose values differ, but for keys that are called as one of `left_out`."""
 
     def steady(value: Any) -> Any:
         if isinstance(value, dict):

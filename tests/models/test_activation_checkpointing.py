@@ -11,7 +11,7 @@ TOKENS_BT = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(
 
 
 def hidden_and_gradients(model, compile=False):
-    """The backbone's output, all gradients, and the bytes that its graph stores."""
+    """Return the backbone's output, all gradients, and the bytes that its graph stores."""
     pieces = split(model).train()
     kept: dict[int, int] = {}
 

@@ -26,7 +26,7 @@ KINDS = {
 
 
 def adapted(shape: str = "llama", moved: bool = True, seed: int = 0, **options) -> SplitModel:
-    """A student with adapters, by default with ones that do something."""
+    """Make a student with adapters, by default with adapters that change its output."""
     student = split(tiny_model(shape, 300, seed=3))
     adapters.restrict(student, LoraConfig(**{"lora_rank": 4} | options), freeze_head=False, seed=seed)
     generator = torch.Generator().manual_seed(1)

@@ -126,7 +126,7 @@ def test_fp32_with_grouped_queries_on_a_gpu_repeats_the_keys_for_the_memory_effi
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Times kernels by a table, and counts how often."""
+    """Time kernels by a table, and count how often."""
     monkeypatch.setattr(attention, "kernel_orders", {})
     monkeypatch.setattr(attention, "_times", {})
     asked = []
@@ -247,7 +247,7 @@ def long_model(shape, **config):
 
 @pytest.fixture
 def flex_calls(monkeypatch):
-    """FlexAttention on a CPU: its plain form, which has a backward too, and counts its calls."""
+    """Run FlexAttention on a CPU in its plain form, which has a backward too, and record its calls."""
     calls, real = [], attention.flex_attention_forward
 
     def counted(module, query, key, value, mask, **keywords):
@@ -301,7 +301,7 @@ def test_a_block_mask_has_the_blocks_that_the_dense_mask_fills(lengths, window):
 
 
 class Made(TorchDispatchMode):
-    """Counts the bytes of each tensor that is made."""
+    """A counter of the bytes of each tensor that is made."""
 
     def __init__(self):
         super().__init__()

@@ -30,7 +30,7 @@ def ready(kind: str) -> None:
 
 
 def student_of(shape: str, kind: str | None) -> SplitModel:
-    """A student with adapters that do something, its frozen weights packed."""
+    """Make a student with adapters that change its output, and pack its frozen weights."""
     pytest.importorskip("peft")
     student = split(tiny_model(shape, 300, seed=3))
     restrict(student, LoraConfig(lora_rank=4), freeze_head=False, seed=0)
@@ -45,7 +45,7 @@ def student_of(shape: str, kind: str | None) -> SplitModel:
 
 
 def unpacked(packed: SplitModel, shape: str) -> SplitModel:
-    """The same student with ordinary layers, of the numbers that the packed one holds."""
+    """Make the same student with ordinary layers, of the numbers that the packed one holds."""
     whole = student_of(shape, None)
     for name, each in packed.named_modules():
         if isinstance(each, PackedLinear):

@@ -22,7 +22,7 @@ BERT = ModelSpec(
 
 
 def enlarged(model):
-    """The model with weights so large that the logits of a soft-capped head reach its cap."""
+    """Enlarge the weights until the logits of a soft-capped head reach its cap."""
     with torch.no_grad():
         largest = model(TOKENS_BT).logits.abs().max()
         model.get_output_embeddings().weight.mul_(LARGE_LOGIT / largest)

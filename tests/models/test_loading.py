@@ -60,7 +60,7 @@ def test_an_exported_student_is_loaded_by_transformers_and_gives_its_logits(tmp_
 
 
 def with_a_head_of_its_own(folder, shape, **config):
-    """A folder with an output head of its own beside a configuration that says tied, as some trainers write it."""
+    """Save a model with an output head of its own beside a configuration that says tied, as some trainers write it."""
     model = tiny_model(shape, tie_word_embeddings=True, **config)
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(torch.randn_like(head.weight))

@@ -43,14 +43,14 @@ class Pickled:
 
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
-    """A path that only foreign code creates; a question on stdin whether to run it is answered with yes."""
+    """Return a path that only foreign code creates; a question on stdin fails the test."""
     monkeypatch.setattr(builtins, "input", lambda prompt="": pytest.fail(f"asked: {prompt}"))
     return tmp_path / "executed"
 
 
 @pytest.fixture
 def folder(tmp_path, mark):
-    """A model folder with Python beside it."""
+    """Make a model folder with Python beside it."""
     made = write_model_folder(tmp_path / "m", tiny_model(), tiny_tokenizer())
     for name in ("code.py", "custom_generate/generate.py"):
         (made / name).parent.mkdir(exist_ok=True)
@@ -361,7 +361,7 @@ def test_a_generation_config_with_more_entries_than_any_has_is_refused(folder):
 
 
 def calls_without_consent(tree):
-    """Lines that load a model, or make one of a configuration, without stating whether code may run."""
+    """List the lines that load a model, or make one of a configuration, without stating whether code may run."""
     asked = {
         id(node.func)
         for node in ast.walk(tree)

@@ -127,7 +127,7 @@ def test_a_validation_that_is_due_is_no_stalled_step_and_may_take_twice_the_long
 
 
 def warned(history: History, steps: list[dict[str, float]], first: int = 1) -> list[tuple[int, str]]:
-    """The step and the kind of each warning of a process with these steps, which holds `held` MiB, 100 by default."""
+    """Return step and kind of each warning of a process with these steps, which holds `held` MiB, 100 by default."""
     found = []
     for step, numbers in enumerate(steps, first):
         signs = history.add(step, numbers, numbers.get("held", 100.0), epochs=step / 100)

@@ -11,7 +11,7 @@ VOCABULARY = 11
 
 
 def counting(tokens_BT):
-    """Logits that prefer the token after the last one."""
+    """Return logits that prefer the token after the last one."""
     return 20.0 * torch.nn.functional.one_hot((tokens_BT[:, -1] + 1) % VOCABULARY, VOCABULARY).float()
 
 

@@ -20,7 +20,7 @@ def lines(folder, name="metrics.jsonl"):
 
 
 def written(folder, resume_step, validated_step, steps):
-    """A process that trains `steps` and validates after the even ones."""
+    """Train `steps` in a process that validates after the even ones."""
     writers = Writers(folder, resume_step, validated_step, PLAIN)
     for step in steps:
         writers.metrics(step, {"loss": float(step)})

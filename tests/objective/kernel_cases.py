@@ -24,7 +24,7 @@ SET = -1.0
 
 
 def round_as_a_gpu_does() -> None:
-    """Triton's interpreter cuts fp32 off to bf16; a GPU rounds to the nearest, as PyTorch does."""
+    """Round to the nearest in Triton's interpreter, as a GPU and PyTorch do; it cuts fp32 off to bf16."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -39,14 +39,14 @@ def round_as_a_gpu_does() -> None:
 
 
 def padded(rows_RV: Tensor, fill: float) -> Tensor:
-    """A buffer whose first columns are the rows."""
+    """Make a buffer whose first columns are the rows."""
     buffer = torch.full((len(rows_RV), rows_RV.shape[1] + PADDING), fill, dtype=rows_RV.dtype, device=rows_RV.device)
     buffer[:, : rows_RV.shape[1]] = rows_RV
     return buffer
 
 
 def logits(device: str, size: int, capped: bool = False) -> Tensor:
-    """[R,V] logits: ordinary, rising, falling, far apart, far below 0, some masked, all masked but one, all masked."""
+    """Make logits [R,V]: ordinary, rising, falling, far apart, far below 0, some masked, all but one masked, masked."""
     z_RV = 4 * torch.randn(8, size, generator=torch.Generator().manual_seed(size))
     z_RV[1] = z_RV[1].sort().values
     z_RV[2] = z_RV[2].sort(descending=True).values
@@ -61,7 +61,7 @@ def logits(device: str, size: int, capped: bool = False) -> Tensor:
 
 
 def stats_error(device: str, size: int, beta: float, distils: bool, slopes: bool) -> list[float]:
-    """Of each statistic the largest relative error, against the compiled passes in fp64."""
+    """Return the largest relative error of each statistic, against the compiled passes in fp64."""
     z_RV, inverse = logits(device, size), torch.tensor(beta, device=device)
     got = kernels.tail_stats(z_RV, inverse, distils, slopes)
     want = reduce_logits(z_RV.double(), inverse.double(), distils, slopes)
@@ -71,7 +71,7 @@ def stats_error(device: str, size: int, beta: float, distils: bool, slopes: bool
 
 
 def masses_with(device: str, value: float) -> list[float]:
-    """The mass of rows with `value` in the first and in the last column, and of one without."""
+    """Return the mass of rows with `value` in the first and in the last column, and of one without."""
     z_RV = torch.zeros(3, 5000, device=device)
     z_RV[0, 0] = z_RV[1, -1] = value
     return kernels.tail_stats(z_RV, torch.ones((), device=device), True, True)[1].tolist()
@@ -87,7 +87,7 @@ def spread(
     heated: bool = True,
     at_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Run `tail_grad`; what it should write to `out_RV`, in fp32, and the size of the parts it is summed from."""
+    """Run `tail_grad`; return what it should write to `out_RV`, in fp32, and the size of the parts of its sum."""
     device, (rows, size) = z_RV.device, z_RV.shape
     g, inverse = torch.Generator().manual_seed(1), torch.tensor(beta, device=device)
     top_R, mass_R, mass_beta_R, _ = reduce_logits(z_RV, inverse, True, False)
@@ -112,7 +112,7 @@ def spread(
 
 
 def grad_error(device: str, size: int, singles: int, beta: float, capped: bool, heated: bool) -> float:
-    """The largest error relative to the parts of a sum; single logits must be exact."""
+    """Return the largest error relative to the parts of a sum; single logits must be exact."""
     z_RV = logits(device, size, capped)
     out_RV = torch.full_like(z_RV, torch.nan)
     softcap = CAP if capped else None
@@ -125,7 +125,7 @@ def grad_error(device: str, size: int, singles: int, beta: float, capped: bool, 
 
 
 def grad_is_rounded_once(device: str, size: int, kind: torch.dtype) -> bool:
-    """True if the gradient in `kind` is the fp32 gradient, rounded, bit by bit."""
+    """Return True if the gradient in `kind` is the fp32 gradient, rounded, bit by bit."""
     z_RV = logits(device, size)
     wide_RV, narrow_RV = torch.empty_like(z_RV), torch.empty_like(z_RV, dtype=kind)
     spread(z_RV, wide_RV)
@@ -134,7 +134,7 @@ def grad_is_rounded_once(device: str, size: int, kind: torch.dtype) -> bool:
 
 
 def grad_at_one_is_the_same(device: str, size: int) -> bool:
-    """True if it makes no difference whether the kernel knows that beta is 1."""
+    """Return True if it makes no difference whether the kernel knows that beta is 1."""
     z_RV = logits(device, size)
     one_RV, other_RV = torch.empty_like(z_RV), torch.empty_like(z_RV)
     spread(z_RV, one_RV, beta=1.0)
@@ -143,7 +143,7 @@ def grad_at_one_is_the_same(device: str, size: int) -> bool:
 
 
 def grad_in_place_is_the_same(device: str, size: int) -> bool:
-    """True if `out_RV` may be `z_RV`."""
+    """Return True if `out_RV` may be `z_RV`."""
     z_RV = logits(device, size)
     out_RV = torch.empty_like(z_RV)
     spread(z_RV, out_RV)
@@ -152,7 +152,7 @@ def grad_in_place_is_the_same(device: str, size: int) -> bool:
 
 
 def grad_leaves_alone(device: str, size: int, kind: torch.dtype) -> tuple[bool, bool]:
-    """True if the columns behind the vocabulary keep their numbers; True if the logits do."""
+    """Return whether the columns behind the vocabulary keep their numbers, and whether the logits do."""
     z_RV = logits(device, size)
     before_RV, buffer = z_RV.clone(), padded(z_RV.to(kind), 7.0)
     spread(z_RV, buffer[:, :size])
@@ -160,7 +160,7 @@ def grad_leaves_alone(device: str, size: int, kind: torch.dtype) -> tuple[bool, 
 
 
 def scaled(device: str, size: int, kind: torch.dtype, factor: float) -> bool:
-    """True if `scale_unless_one` gives what PyTorch's product in fp32 gives, rounded once."""
+    """Return True if `scale_unless_one` gives what PyTorch's product in fp32 gives, rounded once."""
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device, kind)
     want = (tensor.float() * factor).to(kind)
     kernels.scale_unless_one(tensor, torch.tensor(factor, device=device))
@@ -192,7 +192,7 @@ def counting() -> Iterator[dict[str, int]]:
 
 
 def bytes_of_the_pair(device: str, rows: int, size: int) -> dict[str, dict[str, float]]:
-    """Bytes moved by `tail_stats` and by `tail_grad` to bf16, without single logits, for each logit."""
+    """Count the bytes moved by `tail_stats` and by `tail_grad` to bf16, without single logits, for each logit."""
     z_RV, inverse = torch.randn(rows, size, device=device), torch.ones((), device=device)
     one_R = torch.ones(rows, device=device)
     ids_RE, dz_RE = torch.zeros(rows, 0, dtype=torch.int64, device=device), torch.zeros(rows, 0, device=device)
@@ -206,7 +206,7 @@ def bytes_of_the_pair(device: str, rows: int, size: int) -> dict[str, dict[str, 
 
 
 def bytes_of_scaling(device: str, factor: float, programs: int) -> dict[str, int]:
-    """Bytes moved to scale 10,000 numbers in fp32, by fewer programs than there are blocks."""
+    """Count the bytes moved to scale 10,000 numbers in fp32, by fewer programs than there are blocks."""
     kernels._PROGRAMS = programs
     with counting() as found:
         kernels.scale_unless_one(torch.ones(10_000, device=device), torch.tensor(factor, device=device))
@@ -214,7 +214,7 @@ def bytes_of_scaling(device: str, factor: float, programs: int) -> dict[str, int
 
 
 def loss_errors(device: str, rule: str, dtype: torch.dtype) -> list[float]:
-    """Of a loss and its gradients the relative distance from those of the plain passes."""
+    """Return the relative distance of a loss and its gradients from the results of the plain passes."""
     found = []
     for compile in (False, True):
         p = problem(n=9, d=6, vocab=67, bias=True, softcap=4.0).cast(dtype)
@@ -226,5 +226,5 @@ def loss_errors(device: str, rule: str, dtype: torch.dtype) -> list[float]:
 
 
 def chosen(device: str) -> bool:
-    """True if a loss takes the kernels."""
+    """Return True if a loss takes the kernels."""
     return kernels.chosen(torch.zeros(2, 8, device=device), None, True, None)

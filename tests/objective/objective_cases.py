@@ -50,7 +50,7 @@ def run(p, targets, temperature, rule, alpha=0.7, normalizer=11.0, **more):
 
 
 def with_number(divergence, number):
-    """The divergence with its number, where it takes one."""
+    """Append the number to a divergence that takes one."""
     return divergence if DIVERGENCES.get(divergence).parameter is None else f"{divergence}:{number}"
 
 
@@ -59,7 +59,7 @@ def gradients(loss, p, temperature):
 
 
 def assert_agrees(p64, rule, dtype, T, rtol, alpha=0.7, divergence="forward-kl", **more):
-    """Value, sums and all gradients of the engine in `dtype` against the fp64 reference."""
+    """Assert that value, sums and all gradients of the engine in `dtype` agree with the fp64 reference."""
     reference, ours = p64.cast(torch.float64), p64.cast(dtype)
     t_reference = torch.tensor(T, dtype=torch.float64, requires_grad=True)
     t = torch.tensor(T, dtype=dtype, requires_grad=True)

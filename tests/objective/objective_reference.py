@@ -23,7 +23,7 @@ class Problem:
     vocab_size: int
 
     def cast(self, dtype: torch.dtype) -> "Problem":
-        """A copy in `dtype`, its tensors new leaves."""
+        """Copy the problem in `dtype`, with new leaves as tensors."""
 
         def leaf(x):
             return None if x is None else x.detach().to(dtype).clone().requires_grad_()
@@ -63,7 +63,7 @@ def problem(n=24, d=6, vocab=23, padding=0, bias=False, scale=1.0, softcap=None,
 def sparse(
     energies, labels, top_k, num_samples=0, kept=None, knots=KNOTS, seed=0, dtype=torch.float64
 ) -> SparseTargets:
-    """What a cache would hold of `energies` [N,V], without its rounding; absent entries carry id V + 7."""
+    """Make the targets that a cache would hold of `energies` [N,V], unrounded; absent entries carry id V + 7."""
     n, vocab = energies.shape
     order = energies.argsort(-1, descending=True)
     ids = order[:, :top_k]
@@ -116,7 +116,7 @@ def _jsd(p, q, b):
 
 
 def reference_kd(logits, energies, beta, rule, targets=None, divergence="forward-kl", parameter=0.3) -> Tensor:
-    """KD a token [N] from all logits; the teacher's log Z is the exact one, differentiated in beta too."""
+    """Compute KD a token [N] from all logits; the teacher's log Z is the exact one, differentiated in beta too."""
     log_p, log_q = torch.log_softmax(beta * energies, -1), torch.log_softmax(beta * logits, -1)
     if rule == "sampled":
         assert divergence == "forward-kl"
@@ -129,7 +129,7 @@ def reference_kd(logits, energies, beta, rule, targets=None, divergence="forward
 
 
 def _events(p, q, rule, targets):
-    """Probabilities of the same events under both sides."""
+    """Return the probabilities of the same events under both sides."""
     if rule == "dense":
         return p, q
     ids = targets.ids[:, : targets.top_k]
@@ -154,20 +154,20 @@ def _sampled_weights(energies, log_p, targets):
 
 
 def drawn_counts(targets, vocab):
-    """Counts [N,V] of the samples."""
+    """Count the samples of each entry, [N,V]."""
     counts = torch.zeros(len(targets.ids), vocab + 1, dtype=torch.float64)
     places = targets.ids[:, targets.top_k :].clamp(max=vocab)
     return counts.scatter_add(1, places, targets.counts[:, targets.top_k :].double())[:, :vocab]
 
 
 def _distance_at_one(logits, energies, targets):
-    """KL over head and bucket."""
+    """Compute the KL over top-k and bucket at T = 1."""
     p, q = torch.softmax(energies, -1), torch.softmax(logits, -1)
     return DISTANCES["forward-kl"](*_events(p, q, "ghost", targets), None)
 
 
 def _control_variate(energies, p, q, targets, share):
-    """KL over head and bucket, and the bounded, weighted terms of the KL inside the tail, over all tokens."""
+    """Sum the KL over top-k and bucket, and the bounded, weighted terms of the KL inside the tail, over all tokens."""
     inside = torch.ones_like(p).scatter(1, targets.ids[:, : targets.top_k], 0.0)
     p_tail, q_tail = ((x * inside).sum(-1, keepdim=True) for x in (p, q))
     chance = energies.exp() * inside / (energies.exp() * inside).sum(-1, keepdim=True)
@@ -183,7 +183,7 @@ def _control_variate(energies, p, q, targets, share):
 def reference_loss(
     p: Problem, temperature, alpha, rule, targets, normalizer, divergence="forward-kl", parameter=0.3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and the sums of CE and of KD at T."""
+    """Compute the loss and the sums of CE and of KD at T."""
     logits = p.logits()
     ce = -torch.log_softmax(logits, -1).gather(1, p.labels[:, None]).squeeze(1)
     kd = torch.zeros_like(ce)

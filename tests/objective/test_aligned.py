@@ -31,7 +31,7 @@ TEXTS = ["".join(each) for size in range(1, 5) for each in itertools.product("ab
 
 
 def loss_of(logits, targets, labels, chunk=None):
-    """The sum of the loss over all rows of logits, every one of which counts."""
+    """Sum the loss over all rows of logits, every one of which counts."""
     mask = torch.ones(len(logits), dtype=torch.bool)
     options = {"temperature": 1.0, "alpha": 1.0, "vocab_size": logits.shape[1], "normalizer": 1.0, "chunk": chunk}
     return distillation_loss(logits, HeadPart(), labels, mask, targets, **options).loss
@@ -44,14 +44,14 @@ def token_bytes(vocabulary):
 
 
 def cells_of(of_token):
-    """Cells of a teacher within whose tokens nothing is known."""
+    """Make cells of a teacher within whose tokens nothing is known."""
     size, one = len(of_token), np.zeros(1, np.int64)
     spelling = Spelling(np.arange(size + 1) // size, one, size)
     return TeacherCells.of(Cells(of_token.numpy(), one, int(of_token.max()) + 1), spelling)
 
 
 def over(targets, of_token, source):
-    """`coarsened` at boundaries."""
+    """Coarsen targets at boundaries."""
     return coarsened(targets, cells_of(of_token), source, source * 0)
 
 
@@ -65,13 +65,13 @@ def greedy(text, vocabulary):
 
 
 def log_softmax_at(text, size, seed):
-    """A model: log p of each token after a text."""
+    """Compute a model's log p of each token after a text."""
     state = np.random.RandomState([seed, *text.encode(), len(text)])
     return torch.log_softmax(torch.from_numpy(2 * state.randn(size)), 0)
 
 
 def positions(vocabulary):
-    """Every position of all texts: number of the text, the text before it, and its label."""
+    """List every position of all texts: number of the text, the text before it, and its label."""
     found = []
     for number, text in enumerate(TEXTS):
         before = ""
@@ -82,13 +82,13 @@ def positions(vocabulary):
 
 
 def whole(energies, labels):
-    """All six entries kept, and a tail that is empty, as a cache states it."""
+    """Make targets that keep all six entries, with an empty tail as a cache states it."""
     found = sparse(energies, labels, top_k=6, dtype=torch.float64)
     return found.map(lambda name, each: each.nan_to_num(neginf=FLOOR) if name == "tail" else each)
 
 
 def drawn_targets(ids, logprobs, counts, samples, tail=None, top_k=0):
-    """Samples, beside a top-k or alone, whose other numbers are 0."""
+    """Make targets of samples, beside a top-k or alone, whose other numbers are 0."""
     none = torch.zeros(len(ids), dtype=logprobs.dtype)
     tail = none[:, None].expand(-1, 2) if tail is None else tail
     return SparseTargets(ids, logprobs, counts, tail, none, none, none, top_k=top_k, num_samples=samples, knots=(1.0,))
@@ -99,9 +99,9 @@ def aligned(near, compared, cells=None):
 
 
 def brute_force(student, cell_of, wide, cut):
-    """The cells' term of all texts from the definitions, with a student [N,V] of logits; where cells are known.
+    """Compute the cells' term of all texts from the definitions, and find where cells are known.
 
-    cut: where it is given, they are also known of tokens within one of the teacher's.
+    student: logits [N,V]. cut: where it is given, cells are also known of tokens within one of the teacher's.
     """
     theirs, own = positions(TEACHER), positions(wide)
     q = torch.log_softmax(student, 1)
@@ -131,7 +131,7 @@ def brute_force(student, cell_of, wide, cut):
 
 
 def aligned_of_texts(wide, cut, inside):
-    """The targets of all texts by the library's own passes; a top-k, or whole distributions, also within tokens."""
+    """Align the targets of all texts by the library's passes: a top-k, or whole distributions, also within tokens."""
     theirs, own = positions(TEACHER), positions(wide)
     sizes = [
         np.array([len(vocabulary[each[2]]) for each in rows]) for rows, vocabulary in ((theirs, TEACHER), (own, wide))

@@ -31,18 +31,18 @@ def loss_of(p, loss, targets):
 
 
 def told(student, teacher, divergence=1.0, posterior=0.4, tokens=8192):
-    """What withheld text says of a student with these losses, nats a token."""
+    """Make the numbers of withheld text for a student with these losses, nats a token."""
     sums = [each * tokens for each in (student, teacher)]
     return Measured(tokens, *sums, divergence * tokens, 2.0 * tokens, 1.0 * tokens, posterior)
 
 
 def batches(student, teacher=3.6, tokens=10):
-    """Sums of training batches with these losses, nats a token."""
+    """Return the sums of training batches with these losses, nats a token."""
     return torch.tensor([[tokens * student, 0, tokens * teacher, tokens, 0, 0]])
 
 
 def alpha_of(row, passes=1.0, trained=None):
-    """An alpha that has seen this row of withheld text, and training batches with these losses before."""
+    """Make an alpha that has seen this row of withheld text, and training batches with these losses before."""
     alpha = MeasuredAlpha()
     alpha.set_step(0, (passes,))
     if trained is not None:

@@ -21,14 +21,14 @@ def normal(seed, scale):
 
 
 def copies(energies, logits):
-    """SIZE tokens, all with one teacher and one student [V], sampled independently."""
+    """Make SIZE tokens, all with one teacher and one student [V], sampled independently."""
     student, teacher = logits.expand(SIZE, VOCAB).clone(), energies.expand(SIZE, VOCAB)
     labels = torch.zeros(SIZE, dtype=torch.int64)
     return Problem(student.requires_grad_(), HeadPart(None), labels, torch.ones(SIZE).bool(), teacher, VOCAB)
 
 
 def estimated(p, top_k, T, rule):
-    """Gradient in the logits [SIZE,V], and the mean value and slope in T of each part [PARTS]."""
+    """Estimate the gradient in the logits [SIZE,V], and the mean value and slope in T of each part [PARTS]."""
     targets = sparse(
         p.energies, p.labels, top_k=top_k, num_samples=0 if rule == "ghost" else SAMPLES, knots=(1.0, 1 / T, 0.2)
     )
@@ -48,7 +48,7 @@ def estimated(p, top_k, T, rule):
 
 
 def full(energies, logits, T):
-    """The same for the forward KL over all tokens, of one token."""
+    """Compute gradient, value and slope in T of the forward KL over all tokens, of one token."""
     z, t = logits.clone().requires_grad_(), torch.tensor(T, dtype=torch.float64, requires_grad=True)
     kl = reference_kd(z[None], energies[None], 1 / t, "dense")[0]
     gradient, slope = torch.autograd.grad(t**2 * kl, [z, t])
@@ -56,14 +56,14 @@ def full(energies, logits, T):
 
 
 def mild():
-    """A teacher and a student between which no bound is reached at T up to 4."""
+    """Make a teacher and a student between which no bound is reached at T up to 4."""
     energies = torch.log_softmax(normal(0, 0.7), -1)
     logits = energies + normal(1, 0.15)
     return energies, logits
 
 
 def assert_unbiased(samples, exact):
-    """The mean of independent estimates lies within BOUND standard errors of what it should be."""
+    """Assert that the mean of independent estimates lies within BOUND standard errors of the exact value."""
     error = samples.std(0) / len(samples) ** 0.5
     assert ((samples.mean(0) - exact).abs() <= BOUND * error + 1e-12).all()
     return error
@@ -107,7 +107,7 @@ def test_the_noise_of_the_control_variate_falls_with_the_distance_and_that_of_sa
 
 
 def students(name, energies):
-    """Far ones; the last agrees in the top-k and in the mass of the tail, and has the tail in another order."""
+    """Make students far from the teacher; the last one differs in the order of the tail alone."""
     if name == "shuffled tail":
         rest = energies.argsort(descending=True)[3:]
         return energies.scatter(0, rest, energies[rest.roll(7)])

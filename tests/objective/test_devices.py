@@ -24,7 +24,7 @@ def on(p, device):
 
 
 def outcome(p, targets, device, rule, compile=False):
-    """Loss, sums and gradients (of T too), on the CPU in fp64."""
+    """Compute loss, sums and gradients (of T too), and return them on the CPU in fp64."""
     p = on(p, device)
     t = torch.tensor(2.0, device=device, requires_grad=True)
     out = run(p, targets.to(device), t, rule, chunk=40, compile=compile)

@@ -20,7 +20,7 @@ from kdtrain.objective.statistics import Events
 
 
 def dense_events(z, energies, beta):
-    """All tokens as events at `beta`."""
+    """Return all tokens as events at `beta`."""
     return Events(torch.log_softmax(beta * energies, -1), torch.log_softmax(beta * z, -1))
 
 
@@ -47,7 +47,7 @@ def test_sampled_targets_estimate_the_full_kl_and_its_gradient_without_bias(top_
 
 
 def sampled_events_by_hand(targets, logits, beta):
-    """The rule under test, with statistics that autograd follows back to the logits."""
+    """Apply the rule under test, with statistics that autograd follows back to the logits."""
     from kdtrain.objective.statistics import Statistics
 
     ids = targets.ids.clamp(max=logits.shape[1] - 1)

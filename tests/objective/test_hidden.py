@@ -13,14 +13,14 @@ WIDTHS = [(3, 5), (4, 5)]
 
 
 def states(dtype=torch.float32, seed=0):
-    """Hidden states of both sides of two pairs of layers, the student's as leaves."""
+    """Make hidden states of both sides of two pairs of layers, the student's as leaves."""
     g = torch.Generator().manual_seed(seed)
     student = [torch.randn(6, narrow, generator=g).to(dtype).requires_grad_() for narrow, _ in WIDTHS]
     return student, [torch.randn(6, wide, generator=g).to(dtype) for _, wide in WIDTHS]
 
 
 def by_hand(kind, loss, student, teacher):
-    """The same in fp64, a token at a time."""
+    """Compute the same loss in fp64, a token at a time."""
     total = torch.zeros((), dtype=torch.float64)
     for own, other, weight in zip(student, teacher, loss.projections, strict=True):
         for n in MASK_N.nonzero().flatten():

@@ -26,7 +26,7 @@ TOLERANCE = {"interpreter": 1e-6, "cuda": 1e-5}
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """Asks a case in a process where Triton interprets."""
+    """Return a function that runs a case in a process where Triton interprets."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), kernel_cases.round_as_a_gpu_does)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -123,7 +123,7 @@ def test_a_loss_by_the_kernels_is_that_by_the_plain_passes(interpreter, rule, dt
 
 
 def compiled(monkeypatch, tmp_path, kernel, types, **constants):
-    """PTX of a kernel for a Hopper GPU, its pointers and numbers as they are when a vocabulary is a multiple of 16."""
+    """Compile a kernel to PTX for a Hopper GPU, with pointers and numbers as at a vocabulary of a multiple of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -139,7 +139,7 @@ def compiled(monkeypatch, tmp_path, kernel, types, **constants):
 
 
 def memory_accesses(ptx):
-    """Reads and writes of the GPU's memory and barriers, in order."""
+    """Find the reads and writes of the GPU's memory and the barriers, in order."""
     return re.findall(r"\b(?:ld\.global|st\.global|atom|red|bar\.sync)[\w.:]*", ptx)
 
 

@@ -51,7 +51,7 @@ class Launches(TorchDispatchMode):
 
 
 def on_meta(p, targets):
-    """The problem and its targets without numbers, bf16 hidden states with an fp32 weight."""
+    """Return the problem and its targets without numbers, with bf16 hidden states and an fp32 weight."""
 
     def leaf(x, dtype):
         return x.detach().to("meta", dtype).requires_grad_()
@@ -78,7 +78,7 @@ def targets_of(p, rule):
 
 @pytest.fixture
 def meta(monkeypatch):
-    """A device without numbers, for which PyTorch has no autocast."""
+    """Give the device without numbers the autocast that PyTorch lacks for it."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
 
 
@@ -107,7 +107,7 @@ def test_no_objective_waits_for_the_device_in_forward_or_backward(meta, rule):
 
 
 def dispatched(rule, chunks):
-    """Launches of a walk over some chunks, and the compiled functions that it calls with what they are given."""
+    """Record the launches of a walk over some chunks, and the compiled functions that it calls with their arguments."""
     p = problem(n=16 * chunks, d=8, vocab=96)
     p, targets = on_meta(p, targets_of(p, rule))
     called = []
@@ -136,7 +136,7 @@ def dispatched(rule, chunks):
 
 
 def kernels_for_a_gpu(function, given):
-    """How many kernels the compiler makes of a function for a Hopper GPU; it generates them and runs none."""
+    """Count the kernels that the compiler makes of a function for a Hopper GPU; it generates them and runs none."""
     parts = []
     _each_tensor(given, lambda x: parts.append(x) or x)
     parts = [torch.zeros_like(each, device="cpu") for each in parts]
@@ -164,7 +164,7 @@ def kernels_for_a_gpu(function, given):
 
 
 def _each_tensor(value, change):
-    """`value` with every tensor in it changed: a tuple, a dataclass, or a method of one, to any depth."""
+    """Change every tensor in `value`: a tuple, a dataclass, or a method of one, to any depth."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if dataclasses.is_dataclass(value):
@@ -180,7 +180,7 @@ def _each_tensor(value, change):
 
 @contextlib.contextmanager
 def hopper():
-    """What the compiler asks about a GPU, answered as an H200 would."""
+    """Answer the compiler's questions about a GPU as an H200 would."""
     import triton
 
     size = {"multi_processor_count": 132, "major": 9, "max_threads_per_multi_processor": 2048, "warp_size": 32}

@@ -47,9 +47,9 @@ def problem_with(p, energies):
 
 @st.composite
 def cases(draw, sizes, logits, excludes, divergences=EVERY):
-    """A problem of any shape with any mask, its largest logits on both sides, and some tokens excluded by -inf.
+    """Draw a problem of any shape with any mask, the largest logits of both sides, and tokens excluded by -inf.
 
-    `targets_for` takes heads of 5, and a sparse cache always leaves a tail.
+    `targets_for` takes a top-k of 5, and a sparse cache always leaves a tail.
     """
     divergence, rule = draw(st.sampled_from(divergences))
     vocab = draw(sizes if rule == "dense" else sizes.filter(lambda size: size > 6))

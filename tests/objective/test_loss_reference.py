@@ -94,7 +94,7 @@ def test_fp16_hidden_gradients_are_scaled_before_they_are_rounded():
 
 
 def modes_reference(mode, theta, p):
-    """T of each mode from theta in fp64, the T that the loss differentiates in, and what the mode adds to the loss."""
+    """Compute from theta, in fp64, the T that the loss differentiates in, and the mode's own term of the loss."""
     low, high = 2 / 3, 4.0
     T = low * (high / low) ** torch.sigmoid(theta)
     if mode == "likelihood":

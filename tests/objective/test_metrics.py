@@ -16,7 +16,7 @@ def run(p, targets, part=slice(None), **more):
 
 
 def exact(p):
-    """The true sums, straight from their definitions."""
+    """Compute the true sums, straight from their definitions."""
     log_q, log_p, m = torch.log_softmax(p.logits(), -1), p.energies, p.mask
     rows = torch.arange(len(m))
     return {

@@ -40,7 +40,7 @@ def test_an_online_teachers_hidden_states_give_the_loss_of_all_its_logits(diverg
 
 
 def online_in_fp64(online):
-    """Dense targets of an online teacher, not rounded to fp32."""
+    """Make dense targets of an online teacher, not rounded to fp32."""
     logprobs = torch.log_softmax(chunk_logits(online.hidden, online.head, online.width), -1)
     return DenseTargets(logprobs, logprobs.gather(1, online.labels[:, None])[:, 0])
 

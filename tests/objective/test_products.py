@@ -74,14 +74,14 @@ def play(monkeypatch, bf16, amx):
 
 @pytest.fixture(params=["as it is", *MACHINES])
 def machine(request, monkeypatch):
-    """This machine, or a simulated one."""
+    """Name this machine, or simulate another."""
     if request.param in MACHINES:
         play(monkeypatch, **MACHINES[request.param])
     return request.param
 
 
 def weights_multiplied(kind, weight, device, machine):
-    """The weights that a product may use: the exact one, or one rounded to the dtype of the hidden states."""
+    """Return the weights that a product may use: the exact one, or one rounded to the dtype of the hidden states."""
     if device == "cuda":
         return [weight.to(kind)]
     if kind != torch.bfloat16:

@@ -15,7 +15,7 @@ F64 = torch.float64
 
 
 def zipf(slope, vocab=2000, n=4):
-    """Zipf-like log-probabilities [n,V], each row with its own noise, ids shuffled."""
+    """Make Zipf-like log-probabilities [n,V], each row with its own noise, ids shuffled."""
     g = torch.Generator().manual_seed(int(10 * slope))
     energies = -slope * torch.log(torch.arange(1, vocab + 1, dtype=F64)) + 0.3 * torch.randn(
         n, vocab, generator=g, dtype=F64

@@ -16,7 +16,7 @@ def build(mode, start=2.0, **more):
 
 
 def calibrated_labels(true_temperature, n=4000, vocab=20, seed=0):
-    """Energies of a teacher, and labels drawn from it at `true_temperature`."""
+    """Make energies of a teacher, and labels drawn from it at `true_temperature`."""
     g = torch.Generator().manual_seed(seed)
     energies = torch.log_softmax(3.0 * torch.randn(n, vocab, generator=g), -1)
     labels = torch.multinomial(torch.softmax(energies / true_temperature, -1), 1, generator=g).squeeze(1)
@@ -34,7 +34,7 @@ def learn(temperature, loss, steps=200, lr=0.1):
 
 
 def kd_problem(n=60, vocab=20):
-    """A Zipf-like teacher and a student that errs most where the teacher is sure: T^2 KL has its hump at 1.3."""
+    """Make a Zipf-like teacher and a student that errs most where the teacher is sure: T^2 KL has its hump at 1.3."""
     g = torch.Generator().manual_seed(0)
     rank = torch.arange(1, vocab + 1, dtype=torch.float64)
     energies = torch.log_softmax(-2.0 * torch.log(rank) + 0.3 * torch.randn(n, vocab, generator=g), -1)

@@ -32,7 +32,7 @@ def keep(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
 
 
 def wrapped(kind: str, *, compile: bool = True, checkpoints: bool = False) -> SingleProcess:
-    """A step with a fresh student in one of the wrappers; nothing is compiled yet."""
+    """Wrap a step with a fresh student; compile nothing yet."""
     torch.compiler.reset()
     graphs.clear()
     model = tiny_model("llama", VOCABULARY, seed=3)
@@ -47,7 +47,7 @@ def wrapped(kind: str, *, compile: bool = True, checkpoints: bool = False) -> Si
 
 
 def kept(step: SingleProcess) -> int:
-    """Bytes that a forward keeps for the backward, besides weights."""
+    """Count the bytes that a forward keeps for the backward, besides weights."""
     storages = {local(each.detach()).untyped_storage().data_ptr() for each in step.model.parameters()}
     found = {}
 

@@ -31,7 +31,7 @@ OPTIONS = (
 
 
 def folder() -> str:
-    """A student and its text."""
+    """Write a student and its text to a folder."""
     root = Path(tempfile.mkdtemp())
     tiny_tokenizer(300).save_pretrained(root / "tokenizer")
     entries = [f"{key} = {json.dumps(value)}\n" for key, value in SHAPES["llama"].items()]
@@ -41,7 +41,7 @@ def folder() -> str:
 
 
 def as_hardware(*given: Any) -> Any:
-    """The formats of a run, whose emulation passes for a back end with hardware support."""
+    """Make the formats of a run, whose emulation passes for a back end with hardware support."""
     formats = formats_of(*given)
     assert formats.choice is not None
     return replace(formats, choice=replace(formats.choice, real=True))

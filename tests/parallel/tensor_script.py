@@ -25,7 +25,7 @@ LAYOUT = RankLayout()
 
 
 def parallelized(shape: str, kind: str, sequence: bool = True, tied: bool | None = None) -> SingleProcess:
-    """A fresh student, the same on each rank, in one process (`single`) or over the tensor ranks of each data rank."""
+    """Make a fresh student, alike on each rank, in one process (`single`) or over a data rank's tensor ranks."""
     tied = SHAPES[shape] if tied is None else tied
     model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied))
     if kind != "single":
@@ -39,12 +39,12 @@ def parallelized(shape: str, kind: str, sequence: bool = True, tied: bool | None
 
 
 def kinds() -> tuple[str, ...]:
-    """How data ranks can hold the parts."""
+    """Return the ways in which data ranks can hold the parts."""
     return ("tensor",) if LAYOUT.data_size == 1 else ("ddp", "fsdp")
 
 
 def accumulate(wrapped: SingleProcess) -> None:
-    """The gradients of a step: all micro-batches in one process, else those of this data rank."""
+    """Accumulate the gradients of a step: all micro-batches in one process, else those of this data rank."""
     first, many = LAYOUT.data_rank * MICROS, MICROS
     if wrapped.layout.tensor_size == 1:
         first, many = 0, MICROS * LAYOUT.data_size

@@ -41,12 +41,12 @@ KINDS = ("ddp", "fsdp", "hybrid")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, gathered if it is sharded."""
+    """Gather `tensor` if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parallelized(kind: str, accumulate: str = "whole") -> SingleProcess:
-    """A step with a fresh student, the same on each rank, in one of the wrappers."""
+    """Wrap a step with a fresh student, the same on each rank."""
     student = split(tiny_model("llama", VOCABULARY, seed=3))
     temperature = build_temperature("minimize", start=2.0, minimum=0.5, maximum=4.0)
     layout = RankLayout.of_ranks(CPU)
@@ -57,7 +57,7 @@ def parallelized(kind: str, accumulate: str = "whole") -> SingleProcess:
 
 
 def batch(number: int) -> Batch:
-    """Micro-batch `number` of a step, with a mask of its own."""
+    """Make micro-batch `number` of a step, with a mask of its own."""
     g = torch.Generator().manual_seed(number)
     tokens = torch.randint(VOCABULARY, (2, SEQ_LEN + 1), generator=g)
     mask = torch.rand(2, SEQ_LEN, generator=g) < 0.2 + 0.1 * number
@@ -67,24 +67,24 @@ def batch(number: int) -> Batch:
 
 
 def accumulate(wrapped: SingleProcess, numbers: range) -> None:
-    """The gradients of some micro-batches, exchanged with the last."""
+    """Accumulate the gradients of some micro-batches, exchanged with the last."""
     for number in numbers:
         with wrapped.micro_batch(last=number == numbers[-1]):
             wrapped(batch(number), 100.0).loss.backward()
 
 
 def own() -> range:
-    """The micro-batches of this rank."""
+    """Return the micro-batches of this rank."""
     return range(MICROS * dist.get_rank(), MICROS * (dist.get_rank() + 1))
 
 
 def gradients(wrapped: SingleProcess) -> dict[str, torch.Tensor]:
-    """Whole gradients of the student by name."""
+    """Return whole gradients of the student by name."""
     return {name: whole(each.grad) for name, each in wrapped.model.named_parameters() if each.grad is not None}
 
 
 def of_one_process() -> SingleProcess:
-    """All ranks' micro-batches in one step that is not wrapped."""
+    """Train on all ranks' micro-batches in one step that is not wrapped."""
     alone = parallelized("single")
     for number in range(MICROS * dist.get_world_size()):
         alone(batch(number), 100.0).loss.backward()
@@ -97,7 +97,10 @@ def near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of each exchange in the block by collective, the larger of input and output, also those of PyTorch."""
+    """A counter of the bytes of each exchange in the block, by collective.
+
+    The larger of input and output counts, also in exchanges of PyTorch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +246,7 @@ def a_state_is_loaded_into_parts_bit_by_bit_under_the_same_names() -> None:
 
 
 def comes_back_from_the_disk_in_parts(state: TrainState) -> None:
-    """Each rank writes and reads its own parts of a checkpoint; one process reads all of it."""
+    """Assert that each rank writes and reads its own parts of a checkpoint, and one process reads all of it."""
     folder = Path(on_main(tempfile.mkdtemp))
     tensors = state.tensors()
     shards.write(folder, tensors)
@@ -275,7 +278,7 @@ def words_go_to_all_and_errors_are_raised_on_all() -> None:
 
 
 def in_block() -> None:
-    """A block in which only rank 1 fails."""
+    """Fail on rank 1 alone in a block."""
     with raise_on_all_ranks():
         if dist.get_rank() == 1:
             raise RunError("rank 1 alone")

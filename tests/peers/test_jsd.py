@@ -41,7 +41,7 @@ def gradients(loss, student):
 
 
 def assert_same(loss, other, student, factor=1.0):
-    """Same value and gradients, ours being `factor` times the other's."""
+    """Assert the same value and gradients, ours being `factor` times the other's."""
     torch.testing.assert_close(loss, factor * other, rtol=1e-5, atol=1e-7)
     for mine, its in zip(gradients(loss, student), gradients(other, student), strict=True):
         torch.testing.assert_close(mine, factor * its, rtol=1e-4, atol=1e-6)

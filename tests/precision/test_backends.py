@@ -40,7 +40,7 @@ def autocast(enabled, recipe):
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts of the module that kdtrain uses."""
+    """Install the parts of the module that kdtrain uses."""
     kinds = {
         name: lambda fp8_format, name=name: (name, fp8_format)
         for name in ("Float8CurrentScaling", "Float8BlockScaling")

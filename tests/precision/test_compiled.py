@@ -23,7 +23,7 @@ MIXTURE |= {"moe_intermediate_size": 16, "router_aux_loss_coef": 0.3}
 
 
 def tiny(recomputes, **shape):
-    """A tiny model, and a split one around it, whose layers are recomputed or not; nothing is compiled yet."""
+    """Make a tiny model, and a split one around it, whose layers are recomputed or not; compile nothing yet."""
     torch.compiler.reset()
     own = tiny_model("llama", **shape)
     if recomputes:

@@ -26,7 +26,7 @@ def controller(**options) -> PrecisionController:
 
 
 def feed(made: PrecisionController, losses, gaps=None, start: int = 1) -> list[str]:
-    """The mode of each next step, after each loss."""
+    """Feed losses to a controller; return the mode of each next step."""
     gaps = gaps or [None] * len(losses)
     modes = []
     for step, (loss, gap) in enumerate(zip(losses, gaps, strict=True), start):

@@ -31,7 +31,7 @@ def backend_of(mode, name, scaling, device):
 
 
 def results(backend, device, dtype):
-    """The product and the gradients of its operands, on the CPU."""
+    """Compute the product and the gradients of its operands, and return them on the CPU."""
     g = torch.Generator().manual_seed(0)
     layer = torch.nn.Linear(256, 384, bias=False)
     with torch.no_grad():

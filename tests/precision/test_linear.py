@@ -48,7 +48,7 @@ def gradients(student, forward=None, dtype: torch.dtype | None = torch.bfloat16)
 
 
 def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Relative distance of all gradients."""
+    """Compute the relative distance of all gradients."""
     difference = sum(float((one[name] - other[name]).square().sum()) for name in one)
     return (difference / sum(float(each.square().sum()) for each in other.values())) ** 0.5
 

@@ -25,7 +25,7 @@ TABLE = (3 * torch.randn(300, 300, generator=torch.Generator().manual_seed(0))).
 
 
 class Server(Teacher):
-    """A server that tells the most likely entries."""
+    """A server that reports the most likely entries."""
 
     vocab_size, digest = 300, "v1"
     asked: ClassVar[list[tuple[str, int, int]]] = []

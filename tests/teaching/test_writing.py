@@ -42,7 +42,7 @@ CHAT = (
 
 
 def prompts_of(lengths, width=28, room=None, first=0):
-    """Random prompts of some lengths, in rows of `width` positions."""
+    """Make random prompts of some lengths, in rows of `width` positions."""
     generator = np.random.default_rng(first)
     tokens, mask = np.full((len(lengths), width + 1), FILLER, np.int32), np.zeros((len(lengths), width), bool)
     for row, length in enumerate(lengths):
@@ -57,7 +57,7 @@ def how(**options):
 
 
 def teacher_of(shape, asked):
-    """A teacher that writes, and its model as transformers has it."""
+    """Make a teacher that writes, and its model as transformers has it."""
     model = opinionated(tiny_model(shape, 300, seed=1)).eval().requires_grad_(False)
     plain, teacher = copy.deepcopy(model), LocalTeacher.of(split(model))
     teacher.write(asked)
@@ -65,7 +65,7 @@ def teacher_of(shape, asked):
 
 
 def written(teacher, rows):
-    """Rows with what a teacher wrote, and the logits [B, T, V] of the steps; zeros elsewhere."""
+    """Return rows with the text of a teacher, and the logits [B, T, V] of the steps; zeros elsewhere."""
     logits_BTV = torch.zeros(*rows.loss_mask.shape, 300)
 
     def take(which, places, labels, logits_NV):
@@ -192,7 +192,7 @@ def test_text_is_encoded_a_block_of_steps_at_a_time_and_labels_are_certain_where
 
 
 def prompts_in(data, tokenizer, number):
-    """The whole prompts that some rows of the data give."""
+    """Return the whole prompts that some rows of the data give."""
     rows = list(prompt_rows(data, "train", tokenizer, number, filler=FILLER, prompt_tokens=None, max_new_tokens=None))
     assert all(row.loss_mask[row.loss_mask.argmax() :].all() for row in rows)
     assert all(tokenizer.eos_token_id not in row.tokens for row in rows)  # what is quoted is spelled

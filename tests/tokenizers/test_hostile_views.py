@@ -24,7 +24,7 @@ def small_shards(monkeypatch):
 
 
 def header(text):
-    """A file of numpy that begins as this says."""
+    """Make a file of numpy that begins with this header."""
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
@@ -89,7 +89,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A view that nobody changed."""
+    """Build a view that nobody changed."""
     folder = tmp_path_factory.mktemp("sound")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(views, "_ROWS", ROWS)
@@ -98,7 +98,7 @@ def sound(tmp_path_factory):
 
 @pytest.fixture
 def folder(sound, tmp_path):
-    """A copy of it."""
+    """Copy the sound view."""
     return Path(shutil.copytree(sound.folder, tmp_path / "data"))
 
 

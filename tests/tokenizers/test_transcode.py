@@ -20,7 +20,7 @@ def rows(kind, texts, seq_len=16, **options):
 
 
 def plain(text):
-    """Without a mark of a space, and without the name of a special token, which the packer takes for one."""
+    """Remove the mark of a space, and the name of a special token, which the packer takes for one."""
     return text.replace("▁", "_").replace("</s>", "")
 
 

@@ -51,9 +51,10 @@ def cache(tmp_path_factory):
 
 
 def by_cell(view, whole, position, prefix, own=None):
-    """The teacher's masses of cells at a position of the cache; behind the tokens of number `prefix`, of what goes on.
+    """Compute the teacher's masses of cells at a position of the cache.
 
-    own: the student's token there, which counts as one of 20 samples.
+    prefix: the number of a prefix of student's tokens, 0 for none; the masses are then of what follows it. own: the
+    student's token there, which counts as one of 20 samples.
     """
     masses, spelling = np.zeros(view.cells.count + 1), view.spelling
     for token, mass in zip(*(each[position].tolist() for each in whole.targets.listed()), strict=True):
@@ -121,7 +122,7 @@ def test_of_text_that_the_teacher_wrote_the_filler_is_left_out_and_the_end_is_th
 
 
 def whole_distributions(folder, texts, seq_len):
-    """A cache of them, of a teacher of the Llama 3 kind."""
+    """Make a cache of whole distributions, of a teacher of the Llama 3 kind."""
     rows = packed(texts, train("llama3"), seq_len)
     return made_cache(folder, train("llama3"), {"train": rows, "validation": rows[:1]}, seq_len, kind="dense")
 

@@ -23,7 +23,10 @@ def packed(texts, tokenizer, seq_len=SEQ_LEN):
 
 
 def made_cache(folder, tokenizer, splits, seq_len=SEQ_LEN, data=None, **codec):
-    """Of a teacher whose logits stand in a random table, by the last token; none for the kind `tokens`."""
+    """Make a cache of a teacher whose logits stand in a random table, by the last token.
+
+    The kind `tokens` has no teacher.
+    """
     size = len(tokenizer)
     settings = CacheSettings(
         codec=CodecSpec(vocab_size=size, **codec),
@@ -40,7 +43,7 @@ def made_cache(folder, tokenizer, splits, seq_len=SEQ_LEN, data=None, **codec):
 
 
 def foreign_cache(folder, top_k, num_samples):
-    """Of a teacher with a tokenizer of the Llama 3 kind."""
+    """Make a cache of a teacher with a tokenizer of the Llama 3 kind."""
     tokenizer = train("llama3")
     splits = {split: packed(texts, tokenizer) for split, texts in (("train", TEXTS * 2), ("validation", TEXTS[:2]))}
     return made_cache(folder, tokenizer, splits, kind="sparse", top_k=top_k, num_samples=num_samples)

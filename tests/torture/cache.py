@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _build(out: Path, kill_after: float | None = None) -> bool:
-    """One command in a fork; whether it ended by itself, well."""
+    """Run one command in a fork; return whether it ended by itself, well."""
     codec = ("--top-k", "4", "--num-samples", "6", "--sequences-per-shard", "8", "--batch-size", "4")
     size = ("--num-sequences", "96", "--validation-sequences", "8")
     argv = ["cache-teacher", "--teacher", "teacher", "--out", str(out), *forks.TEXT, *size, *codec]

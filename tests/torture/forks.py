@@ -18,7 +18,7 @@ TEXT = ("--data", "text.txt", "--seq-len", "32", "--num-workers", "0", "--precis
 
 
 def command(argv: list[str], asked: Sequence[str] = (), kill_after: float | None = None) -> int:
-    """`kdtrain ARGV` in a fork, with faults; its exit code, negative where a signal ended it."""
+    """Run `kdtrain ARGV` in a fork, with faults; return its exit code, negative where a signal ended it."""
     Path("fired").unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
@@ -48,12 +48,12 @@ def _leave(command: Callable[[], None]) -> None:
 
 
 def fired() -> list[str]:
-    """The faults that fired in the last command."""
+    """Return the faults that fired in the last command."""
     return Path("fired").read_text().split() if Path("fired").exists() else []
 
 
 def said() -> str:
-    """The end of what the last command wrote."""
+    """Return the end of the last command's output."""
     return Path("said").read_text()[-500:]
 
 

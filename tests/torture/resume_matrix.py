@@ -33,7 +33,7 @@ SPIKE = "train.loss:x30:24-26"
 
 @dataclass(frozen=True)
 class Case:
-    """One way, and its options."""
+    """A way to end a run, and the options of the run."""
 
     where: str
     how: str
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def options(self) -> Options:
-        """What decides the outcome: runs that agree in it must end equal."""
+        """The options that decide the outcome: runs that agree in them must end equal."""
         return self.accumulation, self.temperature, self.rollback, self.format
 
     @property
@@ -53,7 +53,7 @@ class Case:
         return "-".join([self.where, self.how, *_words(self.options)])
 
     def faults(self) -> list[str]:
-        """What `KDTRAIN_FAULT` is in the first command, the second, ...; one more, undisturbed, ends the run."""
+        """Return `KDTRAIN_FAULT` for the first command, the second, ...; one more, undisturbed, ends the run."""
         forwards = -(-VALIDATION // (BATCH // self.accumulation))
         before, validations = (26, 9) if self.rollback else (0, 1)
         if self.where == "first-step":
@@ -71,7 +71,7 @@ class Case:
 
 
 def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
-    """The command of a run with these options."""
+    """Return the command of a run with these options."""
     accumulation, temperature, _, form = options
     words = ["distill", "--cache", "cache", "--student", "student.toml", "--out", out, "--steps", str(STEPS)]
     words += ["--batch-size", str(BATCH), "--micro-batch-size", str(BATCH // accumulation), "--lr", "1e-2"]
@@ -102,7 +102,7 @@ SELECTED: tuple[Options, ...] = (
 
 
 def selection() -> list[Case]:
-    """Each place with each way, each way with all selected options, and each place with half of them."""
+    """List each place with each way, each way with all selected options, and each place with half of them."""
     return [
         Case(where, how, *SELECTED[place % 2 * 3 + (place + way) % 3])
         for place, where in enumerate(WHERE)
@@ -111,7 +111,7 @@ def selection() -> list[Case]:
 
 
 def every_case() -> list[Case]:
-    """All combinations in fp32, and a pairwise selection in the other formats."""
+    """List all combinations in fp32, and a pairwise selection in the other formats."""
     return [each for each in _product() if each.format == "fp32"] + [
         each for each in pairwise() if each.format != "fp32"
     ]
@@ -123,12 +123,12 @@ def _product() -> list[Case]:
 
 
 def adapters() -> list[Case]:
-    """Runs that train adapters in fp32, broken off in the ways of the quantised ones of `pairwise`."""
+    """List runs that train adapters in fp32, broken off in the ways of the quantised ones of `pairwise`."""
     return [replace(each, format="lora") for each in pairwise() if each.format == "mxfp4"]
 
 
 def pairwise() -> list[Case]:
-    """A selection in which each pair of values of two dimensions comes up at least once, chosen greedily."""
+    """Choose greedily a selection in which each pair of values of two dimensions comes up at least once."""
     cases, chosen = _product(), []
     open_pairs = set().union(*map(_pairs, cases))
     while open_pairs:

@@ -107,7 +107,7 @@ def _case(case: matrix.Case, wholes: Wholes) -> dict[str, Any]:
 def _random_kills(
     choose: random.Random, kills: int, every: list[matrix.Options], wholes: Wholes
 ) -> tuple[list[dict[str, Any]], int]:
-    """Kill runs of random ones of `every` options after random times until `kills` have hit; what they differed in."""
+    """Kill runs of random ones of `every` options after random times until `kills` have hit; return the differences."""
     found, killed, number = [], 0, 0
     while killed < kills:
         options, number = choose.choice(every), number + 1
@@ -127,7 +127,7 @@ def _random_kills(
 
 
 def difference(run: Path, whole: Path) -> list[str]:
-    """What is not equal in the newest checkpoints and metrics of two runs."""
+    """List what is not equal in the newest checkpoints and metrics of two runs."""
     ours, theirs = _newest(run), _newest(whole)
     if ours.name != theirs.name:
         return [f"newest checkpoint {ours.name} instead of {theirs.name}"]
@@ -148,13 +148,13 @@ def _newest(run: Path) -> Any:
 
 
 def _metrics(run: Path) -> list[str]:
-    """Each line without its times, as text: a NaN is not equal to itself."""
+    """Return each line without its times, as text: a NaN is not equal to itself."""
     found = RunRecord.read(run).metrics
     return [repr({name: value for name, value in line.items() if name not in CLOCK}) for line in found]
 
 
 def _materials(layers: int) -> None:
-    """A tiny teacher, a student with dropout, and a cache of 40 sequences; models that have opinions."""
+    """Make a tiny teacher that is far from even, a student with dropout, and a cache of 40 sequences."""
     teacher = tiny_model("llama", 300, seed=1)
     with torch.no_grad():
         for parameter in teacher.parameters():

@@ -22,7 +22,7 @@ LAYOUTS = {"tp 2": (2, 2, "ddp"), "tp 4": (4, 4, "ddp"), "tp 2 x dp 2": (4, 2, "
 
 
 def train(shape: str, tied: bool, optimizer: str, layout, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of the steps, and the weights after them."""
+    """Train some steps; return their losses, and the weights after them."""
     from kdtrain.models.head import split
     from kdtrain.objective.loss import DistillationLoss
     from kdtrain.parallel import parallelize, tensor

@@ -60,7 +60,7 @@ class RandomSource:
         return len(self.tokens)
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The sequences `indices`; records which were read."""
+        """Return the sequences `indices`, and record them."""
         self.reads.append(indices.tolist())
         rows = torch.as_tensor(indices)
         targets = DenseTargets.from_logits(self.logits[rows].flatten(0, 1), self.tokens[rows, 1:].flatten())
@@ -69,7 +69,7 @@ class RandomSource:
 
 
 class Workshop:
-    """Makes runs in a folder."""
+    """A maker of runs in a folder."""
 
     source = RandomSource
 
@@ -77,7 +77,7 @@ class Workshop:
         self.folder = folder
 
     def student(self, **config: Any) -> SplitModel:
-        """The student of a run, with entries of its configuration."""
+        """Make the student of a run, with entries of its configuration."""
         return split(tiny_model("llama", VOCABULARY, seed=3, **config))
 
     @contextmanager
@@ -90,7 +90,7 @@ class Workshop:
         model: dict[str, Any] | None = None,
         **options: Any,
     ) -> Iterator[Trainer]:
-        """A run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's.
+        """Prepare a run of `steps` steps of 4 sequences, with the options of all sections given flat, and the model's.
 
         It validates before its first step and after its last one, unless `eval_freq` is given.
         """
@@ -157,7 +157,7 @@ def workshop(tmp_path: Path) -> Workshop:
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], set[str]]]:
-    """Plant faults as KDTRAIN_FAULT does; what is returned holds those that have fired."""
+    """Plant faults as KDTRAIN_FAULT does; the returned set holds the faults that have fired."""
 
     def plant(text: str) -> set[str]:
         monkeypatch.setenv("KDTRAIN_FAULT", text)

@@ -10,7 +10,7 @@ RUNNING_AWAY = {"temperature_mode": "minimize", "temperature_lr": 1.0, "lr_sched
 
 
 def train_and_hear(workshop, caplog, **options):
-    """Warnings and events about a bound, and the training lines, of a run of 12 steps."""
+    """Run 12 steps; return warnings and events about a bound, and the training lines."""
     with caplog.at_level(logging.INFO, "kdtrain"), workshop.run(steps=12, **options) as run:
         run.fit()
     said = [record.getMessage() for record in caplog.records if "is at its" in record.getMessage()]

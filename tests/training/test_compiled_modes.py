@@ -26,7 +26,7 @@ CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_patience": 0, "checkpoint_
 
 
 class EachSecond(PrecisionController):
-    """Switches after each second step, whatever the loss is; says after each one where to."""
+    """A controller that switches after each second step, whatever the loss is, and reports after each one where to."""
 
     def observe(self, step: int, loss: float, gap: float | None = None, broken: str | None = None) -> list:
         self._memory.switches += step % 2 == 0
@@ -74,7 +74,7 @@ def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = 
 
 
 def traced(graph, inputs, **_):
-    """A back end of the compiler that generates no code."""
+    """Run a graph of the compiler without generating code."""
     return aot_eager(graph, inputs)
 
 

@@ -16,7 +16,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def repeatable(monkeypatch):
-    """Operations that give the same bits again, where a device has them."""
+    """Use operations that give the same bits again, where a device has them."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -66,7 +66,7 @@ def test_a_copied_tensor_is_complete_for_any_memory_layout(workshop, device):
 
 
 def on(run, device):
-    """The run on a device: its student, temperature and sources."""
+    """Move a run to a device: its student, temperature and sources."""
     run.student.to(device)
     run.stepper.source, run.validation_source = (
         StudentSource(each, torch.device(device), 300) for each in (run.stepper.source, run.validation_source)
@@ -75,7 +75,7 @@ def on(run, device):
 
 
 def trained(workshop, name, device, steps, **options):
-    """The state of a run of 6 steps after `steps` of them, resumed from the run's folder."""
+    """Train a run of 6 steps until `steps` of them, resumed from the run's folder; return its state."""
     with workshop.run(name, steps=6, checkpoint_freq=3, lr_schedule="constant", **options) as run:
         on(run, device)
         newest, _ = run.store.newest_valid()

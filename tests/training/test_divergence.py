@@ -10,7 +10,7 @@ from kdtrain.training.guards import DivergenceWatch
 
 
 def seen_at(watch, losses, first=1):
-    """The step of the first training loss that shows it, or None."""
+    """Return the step of the first training loss that the watch finds, or None."""
     return next((step for step, loss in enumerate(losses, first) if watch.update(loss)), None)
 
 

@@ -17,7 +17,7 @@ def early(**options):
 
 
 def feed(watching, validations, first=1, every=50):
-    """(step, reason) of the plateau, or None; a validation every `every` steps, of the losses in turn."""
+    """Feed a validation every `every` steps, of the losses in turn; return (step, reason) of the plateau, or None."""
     for number, loss in enumerate(validations, first):
         watching.validated(loss)
         if (reason := watching.plateau(number * every)) is not None:

@@ -33,7 +33,7 @@ class Trained:
         return list(self.student.parameters())
 
     def step(self, seed, bad=None, place=0):
-        """One guarded step; `bad` replaces one entry of the gradient of parameter `place`."""
+        """Take one guarded step; `bad` replaces one entry of the gradient of parameter `place`."""
         generator = torch.Generator().manual_seed(seed)
         for each in self.parameters():
             each.grad = torch.randn(each.shape, generator=generator).to(each)
@@ -44,7 +44,7 @@ class Trained:
         return found
 
     def state(self):
-        """Everything a step may change, by name."""
+        """Copy everything that a step may change, by name."""
         named = {f"{number}": each.detach().clone() for number, each in enumerate(self.parameters())}
         for number, each in enumerate(self.parameters()):
             named |= {f"{number}.{key}": value.clone() for key, value in self.optimizer.state[each].items()}
@@ -132,7 +132,7 @@ def test_a_step_whose_temperature_alone_has_a_bad_gradient_is_skipped_as_well(wo
 
 
 def explosion(norms, **options):
-    """The step at which these gradient norms, of steps 1, 2, ..., end a run; None where they do not."""
+    """Return the step at which these gradient norms, of steps 1, 2, ..., end a run; None where they do not."""
     watching = GradientExplosion(StoppingConfig(**options))
     return next((step for step, norm in enumerate(norms, 1) if watching.update(step, norm)), None)
 

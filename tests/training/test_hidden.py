@@ -20,7 +20,7 @@ VOCABULARY, SEQ_LEN = 300, 8
 
 
 def made(student, kind="mse", compile=False, **objective):
-    """A step of `student` towards a teacher of another width and depth, and four sequences with uneven masks."""
+    """Make a step of `student` towards a teacher of another width and depth, and four sequences with uneven masks."""
     teacher = split(tiny_model("llama", VOCABULARY, seed=1, hidden_size=48, num_hidden_layers=3).eval())
     config = ObjectiveConfig(hidden_loss=kind, **objective)
     plan = plan_hidden_loss(config, student, LocalTeacher.of(teacher), seed=0)
@@ -56,7 +56,7 @@ def part(batch, rows):
 
 
 def gradients(step, batches, normalizer):
-    """The gradient of all parameters, added up over micro-batches, and the sum of the hidden-state loss."""
+    """Add up the gradient of all parameters over micro-batches, and the hidden-state loss."""
     step.zero_grad()
     total = 0.0
     for batch in batches:

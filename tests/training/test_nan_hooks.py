@@ -49,7 +49,7 @@ class Poison(torch.autograd.Function):
 
 @contextmanager
 def replaced(owner, forward):
-    """`owner.forward` gives `forward(own forward, arguments)` inside the block."""
+    """Replace `owner.forward` inside the block by `forward(own forward, arguments)`."""
     own = owner.forward
     owner.forward = lambda *arguments, **named: forward(own, *arguments, **named)
     try:
@@ -59,7 +59,7 @@ def replaced(owner, forward):
 
 
 def spoiled(value, call=1, place=0):
-    """A forward whose output holds `value` at one place, from the given call on."""
+    """Make a forward whose output holds `value` at one place, from the given call on."""
     calls = []
 
     def forward(own, *arguments, **named):

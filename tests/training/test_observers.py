@@ -6,7 +6,7 @@ from kdtrain.training.observers import Observer
 
 
 class Diary(Observer):
-    """Writes down every call; runs each first batch of a step once more, with hooks on a module."""
+    """An observer that records every call, and runs each first batch of a step once more, with hooks on a module."""
 
     def __init__(self):
         self.calls, self.eager = [], []

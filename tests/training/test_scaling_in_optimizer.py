@@ -19,7 +19,7 @@ def on_gpu(monkeypatch):
 
 
 class Passes(TorchDispatchMode):
-    """Bytes that operators on lists of tensors read and write, by operator."""
+    """A counter of bytes that operators on lists of tensors read and write, by operator."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Passes(TorchDispatchMode):
 
 
 def steps_of(workshop, name, **options):
-    """A run of three steps: the numbers of each, and its weights."""
+    """Take three steps; return the numbers of each, and the weights."""
     with workshop.run(name, steps=3, clip=0.05, **options) as run:
         batches = run.stepper.feed().steps()
         numbers = []

@@ -18,13 +18,13 @@ def limit(detector):
 
 
 def falling(seed, noise=0.06):
-    """A loss that falls from 7.6 towards 2.2 as a small language model's does, with noise in proportion."""
+    """Make a loss that falls from 7.6 towards 2.2 as a small language model's does, with noise in proportion."""
     draw = random.Random(seed)
     return [(2.2 + 5.4 * math.exp(-step / 60)) * (1 + noise * draw.gauss(0, 1)) for step in range(1, STEPS + 1)]
 
 
 def below_zero(seed):
-    """The loss of a student that memorizes the samples of its targets: from 2.6 through 0 to -0.4."""
+    """Make the loss of a student that memorizes the samples of its targets: from 2.6 through 0 to -0.4."""
     draw = random.Random(seed)
     return [-0.4 + 3 * math.exp(-step / 60) + 0.06 * draw.gauss(0, 1) for step in range(1, STEPS + 1)]
 
@@ -35,7 +35,7 @@ def around_zero(seed):
 
 
 def confirmed(detector, losses):
-    """(step at which a spike was confirmed, the step it began at), or None."""
+    """Return (step at which a spike was confirmed, the step it began at), or None."""
     for step, loss in enumerate(losses, 1):
         if (begin := detector.update(step, {"ce": loss})) is not None:
             return step, begin

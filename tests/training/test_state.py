@@ -25,7 +25,7 @@ def made(seed=0, shape="llama", **config):
 
 
 def stepped(state, seed):
-    """`state` after an optimizer step on random gradients."""
+    """Take an optimizer step of `state` on random gradients."""
     generator = torch.Generator().manual_seed(seed)
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:

@@ -69,7 +69,10 @@ __main__.main()
 
 
 def command(body, *then):
-    """The exit code and stderr of a command whose `main` is `body`. then: signals, after each line of its stdout."""
+    """Return the exit code and stderr of a command whose `main` is `body`.
+
+    then: signals, sent one after each line of its stdout.
+    """
     program = [sys.executable, "-c", MAIN.format(body.replace("\n", "\n    "))]
     child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for number in then:

@@ -45,7 +45,7 @@ def quantise(run, **policy) -> PrecisionController:
 
 
 def state_after(workshop, policy, options, name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
-    """Tensors and numbers of the last checkpoint of an adaptive run, from its beginning or from a checkpoint."""
+    """Return tensors and numbers of the last checkpoint of an adaptive run, from its beginning or from a checkpoint."""
     with workshop.run(name, steps=steps, **options) as run:
         quantise(run, **policy)
         if begin_at is not None:

@@ -26,7 +26,7 @@ INSIDE = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique
 
 
 class Waits(TorchFunctionMode):
-    """The names of what waits, in order; an operator inside a method that waits is not counted again."""
+    """A record of what waits, by name and in order; an operator inside a method that waits is not counted again."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def test_a_wait_is_noticed(wait):
 
 
 def over_cells(source):
-    """A source's targets over cells of three tokens, as a top-k of five."""
+    """Give a source targets over cells of three tokens, as a top-k of five."""
     plain = source.read
 
     def read(indices):

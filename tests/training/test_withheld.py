@@ -20,7 +20,7 @@ GOLDEN = "tests/golden/cache/sparse"
 
 
 def known_text(workshop, size=40):
-    """Text that its teacher knows."""
+    """Make text that its teacher knows."""
     source = workshop.source(size)
     source.logits += 3 * torch.nn.functional.one_hot(source.tokens[:, 1:], source.vocab_size)
     return source

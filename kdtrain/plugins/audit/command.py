@@ -49,7 +49,7 @@ _LOGITS = 2**27  # of one forward
 
 
 def _few(value: float) -> str:
-    """A figure in a few characters, so that the table fits a narrow terminal: 26.9, 1,414, 331 M, 2.1e+15."""
+    """Format a figure in a few characters, so that the table fits a narrow terminal: 26.9, 1,414, 331 M, 2.1e+15."""
     if not 1e4 <= abs(value) < math.inf:
         return number(value)
     return short(value) if abs(value) < 1e12 else f"{value:.2g}"
@@ -69,7 +69,7 @@ def main(config: AuditConfig) -> int:
 
 
 def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
-    """Score rows of the cache again: a plain record of the verdict, and of what explains it where a test fails.
+    """Score rows of the cache again; return a plain record of the verdict, and the best explanation where a test fails.
 
     UsageError: the teacher cannot score this cache. RunError: a shard cannot be read.
     """
@@ -104,7 +104,7 @@ def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
 
 
 def finding(found: Mapping[str, Any]) -> str | None:
-    """One line that names what is wrong; None if nothing is. found: as `audit` returns it."""
+    """Describe in one line what is wrong; return None if nothing is. found: as `audit` returns it."""
     if (best := found["diagnosis"]) is None:
         return None
     fit, share = f"best fit: {best['fault']}", best["share"]
@@ -119,7 +119,7 @@ def finding(found: Mapping[str, Any]) -> str | None:
 
 
 def page(found: Mapping[str, Any]) -> list[Any]:
-    """Lines and a table for people."""
+    """Build the lines and the table that a terminal shows."""
     rows, tests, level = [], found["tests"], found["level"]
     for test in tests:
         figure = test["figure"]
@@ -139,7 +139,10 @@ def page(found: Mapping[str, Any]) -> list[Any]:
 
 
 def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeacher, OnlineTeacher]:
-    """The teacher in the number format of the cache, bf16 where that is unknown, and in fp32."""
+    """Load the teacher in the number format of the cache, bf16 where that is unknown, and in fp32.
+
+    UsageError: it has another vocabulary or tokenizer than the cache.
+    """
     device, stated = pick_device(config.device), settings.teacher or {}
     allowed = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
     given = {key: stated[key] for key, values in allowed.items() if stated.get(key) in values}
@@ -166,7 +169,7 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeach
 
 
 def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list[int]]]:
-    """In the order of the file, so that each shard is opened once."""
+    """Yield each split with its rows in batches, in the order of the file, so that each shard is opened once."""
     for split in sorted({split for split, _ in rows}):
         indices = sorted(row for own, row in rows if own == split)
         yield from ((split, indices[start : start + size]) for start in range(0, len(indices), size))
@@ -175,7 +178,7 @@ def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list
 def _scored(
     cache: LocalCache, teacher: OnlineTeacher, reference: OnlineTeacher, split: str, indices: list[int]
 ) -> Iterator[tuple[tuple[str, int], Evidence]]:
-    """The evidence of each row; rows that do not count in a loss are left out."""
+    """Yield the evidence of each row; leave out rows that do not count in a loss."""
     settings, manifest, span = cache.manifest.settings, cache.manifest, cache.manifest.temperature_range
     # a top-k from elsewhere has a tail of one bucket, which shows in its range
     bucket = span is not None and span["min"] == span["max"]
@@ -203,7 +206,7 @@ def _scored(
 
 
 def _diagnosis(cache: LocalCache, teacher: OnlineTeacher, rows: list[tuple[str, int]]) -> Diagnosis:
-    """The fault that explains some rows best."""
+    """Diagnose some rows: find the fault that explains them best."""
     settings, found, matched = cache.manifest.settings, list[Gains](), []
     forwards = other_forwards(teacher, settings.seq_len, settings.document_mask)
     for split, (row,) in _batches(rows, 1):
@@ -220,14 +223,14 @@ def _diagnosis(cache: LocalCache, teacher: OnlineTeacher, rows: list[tuple[str, 
 
 
 def logprobs(teacher: OnlineTeacher, batch: Batch, document_mask: bool) -> Tensor:
-    """log p [B, T, V] of fresh forwards, in fp32 on the teacher's device."""
+    """Compute log p [B, T, V] by a fresh forward, in fp32 on the teacher's device."""
     with torch.no_grad():
         logits_BTV = teacher.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)
     return logits_BTV.float().log_softmax(-1)
 
 
 def other_forwards(teacher: OnlineTeacher, seq_len: int, document_mask: bool) -> dict[str, Callable[[Batch], Tensor]]:
-    """Forwards that a faulty capture may have made, by the fault's name."""
+    """Return the forwards that a faulty capture may have made, by the name of the fault."""
     ids = (teacher.tokenizer.bos_token_id, teacher.tokenizer.eos_token_id)
     first = next((each for each in ids if each is not None), 0)
 
@@ -258,7 +261,7 @@ def _targets(batch: Batch, row: int) -> Any:
 
 
 def rounded_to_int8(teacher: OnlineTeacher) -> OnlineTeacher | None:
-    """A copy of a loaded teacher whose linear layers are rounded to 255 levels a row; None if it holds no layers."""
+    """Copy a loaded teacher and round its linear layers to 255 levels a row; return None if it holds no layers."""
     model = getattr(teacher, "model", None)
     if not isinstance(model, nn.Module):
         return None

@@ -54,7 +54,7 @@ Gains = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What explains the difference best."""
+    """The fault that explains the difference best."""
 
     fault: str
     share: float
@@ -65,7 +65,7 @@ class Diagnosis:
 
 
 def variants(logprobs_TV: Tensor, top_k: int = 0) -> dict[str, Tensor]:
-    """Distributions [T, V] that faults make of fresh ones. top_k: how many entries the cache keeps."""
+    """Derive the distributions [T, V] that faults make of fresh ones. top_k: how many entries the cache keeps."""
     found = {f"temperature {t:g}": (logprobs_TV / t).log_softmax(-1) for t in TEMPERATURES}
     ordered = logprobs_TV.sort(-1, descending=True)
     before_TV = ordered.values.exp().cumsum(-1) - ordered.values.exp()
@@ -79,7 +79,7 @@ def variants(logprobs_TV: Tensor, top_k: int = 0) -> dict[str, Tensor]:
 
 
 def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mapping[str, Tensor]) -> Gains:
-    """The misfits of the faults to one row. others: log p [T, V] of other forwards, by the fault's name."""
+    """Compute the misfits of one row under each fault. others: log p [T, V] of other forwards, by the fault's name."""
     own = misfit(targets, labels_T, logprobs_TV)
 
     exact, softened_TV = bool(targets.top_k or targets.width), logprobs_TV - _CUT
@@ -101,7 +101,10 @@ def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mappi
 
 
 def misfit(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] KL in nats from what is kept to a distribution, and half the squared distance of the label's log p."""
+    """Compute, for each position [T], the KL from what the cache keeps to a distribution, and the label's misfit.
+
+    The KL is in nats; the label's misfit is half the squared distance of its log p.
+    """
     logprobs_TV = logprobs_TV.clamp(min=LOWEST)
     label_T = logprobs_TV.gather(1, labels_T[:, None])[:, 0]
     away_T = (label_T - targets.label_logprob.clamp(min=LOWEST)).clamp(-_FURTHEST, _FURTHEST)
@@ -124,7 +127,10 @@ def misfit(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Ten
 
 
 def diagnose(rows: Sequence[Gains], matched: Sequence[int | None] = ()) -> Diagnosis:
-    """The fault that explains the rows best. matched: of each row the other row that its targets fit, or None."""
+    """Find the fault that explains the rows best.
+
+    matched: of each row the other row that its targets fit, or None.
+    """
     number = len(rows)
     moved = sum(each is not None for each in matched)
     divergence = float(np.mean([row[AHEAD][1] for row in rows]))  # without the label's part
@@ -152,7 +158,10 @@ def _share(misfits_R2: np.ndarray) -> float:
 
 
 def _temperature(rows: Sequence[Gains], best: float) -> float:
-    """The minimum of a parabola through the best temperature and its neighbours, in log T; 1 is the teacher itself."""
+    """Interpolate the best temperature: the minimum of a parabola through it and its neighbours, in log T.
+
+    T = 1 is the teacher itself.
+    """
     known = {t: float(np.mean([row[f"temperature {t:g}"][0] for row in rows])) for t in TEMPERATURES}
     known[1.0] = float(np.mean([row[f"temperature {best:g}"][1] for row in rows]))
     order = sorted(known)

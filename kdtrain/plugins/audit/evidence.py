@@ -60,7 +60,7 @@ _LEAST_VARIANCE = 5.0  # samples squared, of a bin of counts: below, its sum is 
 
 @dataclass
 class Evidence:
-    """What one row shows of the cache."""
+    """The evidence of one row about its cache."""
 
     positions: int
     samples: int = 0
@@ -77,7 +77,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Test:
-    """One test of the family."""
+    """A statistical test of the family."""
 
     name: str
     statistic: float
@@ -147,8 +147,10 @@ def _missing(ids_TH: Tensor, right_TH: Tensor) -> float:
 def _numbers(
     targets: SparseTargets | DenseTargets, labels_T: Tensor, forwards: Sequence[Tensor], whole_tail: bool
 ) -> Iterator[tuple[str, Tensor, Tensor, list[Tensor]]]:
-    """The numbers of a cache that p decides, by name: its own, the steps in which they are stored, and those of fresh
-    log-probabilities for the entries that it holds; the last of `forwards` is the reference.
+    """Yield the numbers of a cache that p decides: name, stored values, the steps of storage, fresh values.
+
+    The fresh values are computed from log-probabilities for the entries that the cache holds; the last of `forwards` is
+    the reference.
     """
     if isinstance(targets, DenseTargets):
         ids_TK = forwards[-1].topk(min(_DENSE_ENTRIES, forwards[-1].shape[1])).indices
@@ -180,7 +182,7 @@ def _numbers(
 
 
 def _tail(logprobs_TV: Tensor, ids_TH: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """[T, knots] log-partition of the entries outside of `ids_TH`, and its slope."""
+    """Compute the log-partition [T, knots] of the entries outside of `ids_TH`, and its slope."""
     tail_TV, values, slopes = logprobs_TV.scatter(1, ids_TH, -torch.inf), [], []
     for beta in knots:
         values.append((beta * tail_TV).logsumexp(-1))
@@ -233,26 +235,26 @@ def _score_samples(
 
 
 def _share(logprobs_TV: Tensor, ids_TH: Tensor) -> Tensor:
-    """fp64 shares of the tail, 0 in the top-k; FLOOR entries have none."""
+    """Compute the fp64 shares of the tail, 0 in the top-k; FLOOR entries have none."""
     weights_TV = logprobs_TV.double().exp().scatter_(1, ids_TH, 0.0)
     return weights_TV / weights_TV.sum(-1, keepdim=True).clamp(min=1e-300)
 
 
 def _features(bins_TK: Tensor, logprobs_TK: Tensor, share_TK: Tensor) -> Tensor:
-    """[T, F]: shares by bin, and mean log p, of a distribution or of samples."""
+    """Compute the features [T, F] of a distribution or of samples: shares by bin, and mean log p."""
     by_bin = share_TK.new_zeros(len(share_TK), len(BINS) + 1).scatter_add_(1, bins_TK, share_TK)
     return torch.cat([by_bin, (share_TK * logprobs_TK).sum(-1, keepdim=True)], -1)
 
 
 def _drawn(share_TV: Tensor, points_TD: Tensor) -> Tensor:
-    """The entries at points of the cumulative distribution."""
+    """Look up the entries at points of the cumulative distribution."""
     cdf_TV = share_TV.cumsum(-1)
     points_TD = points_TD.expand(len(share_TV), -1) * cdf_TV[:, -1:]
     return torch.searchsorted(cdf_TV, points_TD, right=True).clamp_(max=share_TV.shape[1] - 1)
 
 
 def _of_grids(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expected_TF: Tensor, number: int) -> Tensor:
-    """[F, F] covariance of systematic samples, over `PHASES` grids a position."""
+    """Compute the covariance [F, F] of systematic samples, over `PHASES` grids a position."""
     points = (torch.arange(number * PHASES, dtype=torch.float64, device=share_TV.device) + 0.5) / (number * PHASES)
     drawn_TDM = rearrange(_drawn(share_TV, points), "t (d m) -> (t m) d", m=PHASES)
     rows = torch.arange(len(share_TV), device=share_TV.device).repeat_interleave(PHASES)[:, None]
@@ -262,7 +264,7 @@ def _of_grids(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expected_T
 
 
 def _of_independent(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expected_TF: Tensor, number: int) -> Tensor:
-    """[F, F] covariance of independent samples."""
+    """Compute the covariance [F, F] of independent samples."""
     last, width = len(BINS) + 1, len(BINS) + 2
     second = share_TV.new_zeros(width, width)
     second.diagonal()[:last] = expected_TF[:, :last].sum(0)
@@ -273,7 +275,7 @@ def _of_independent(bins_TV: Tensor, logprobs_TV: Tensor, share_TV: Tensor, expe
 
 
 def _moved(drawn_TD: Tensor, other_TD: Tensor) -> float:
-    """The share of samples that the other forward does not draw, summed over positions."""
+    """Compute the share of samples that the other forward does not draw, summed over positions."""
     drawn_TD = drawn_TD.sort(-1).values
     nth_TD = torch.arange(drawn_TD.shape[1], device=drawn_TD.device) - torch.searchsorted(drawn_TD, drawn_TD)
     there_TD = (other_TD[:, None] == drawn_TD[:, :, None]).sum(-1)
@@ -306,7 +308,10 @@ def judge(rows: Sequence[Evidence], *, noise: float = NOISE, level: float = LEVE
 
 
 def _chi_square(away: np.ndarray, covariance: np.ndarray, number: int) -> Test:
-    """The Wald statistic of shares by bin; a bin of too small a variance joins the next of more likely entries."""
+    """Compute the Wald statistic of shares by bin.
+
+    A bin of too small a variance joins the next of more likely entries.
+    """
     groups, open_group = [], []
     for index in range(len(away)):
         open_group.append(index)
@@ -346,12 +351,12 @@ def _worst_test(logs_R: np.ndarray) -> Test:
 
 
 def worst_first(rows: Sequence[Evidence]) -> list[int]:
-    """The places of rows, those whose label is furthest from the reference first."""
+    """Sort the indices of rows by the distance of the label from the reference, the furthest first."""
     return sorted(range(len(rows)), key=lambda place: -rows[place].numbers.get("label", (0.0,))[0])
 
 
 def student_tail(t: float, df: int) -> float:
-    """P(T > t) of Student's t: the integral of cos^(df-1) over angles, with t = sqrt(df) tan(angle)."""
+    """Compute P(T > t) of Student's t: the integral of cos^(df-1) over angles, with t = sqrt(df) tan(angle)."""
     low = math.atan(abs(t) / math.sqrt(df))
     # towards the right angle the tail is a power: points of a logarithmic grid of the angle that is left
     left = np.geomspace(1e-30, math.pi / 2, 20_001)

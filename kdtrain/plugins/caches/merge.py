@@ -78,7 +78,7 @@ def _make(
     progress: Progress | None,
     answers: ShardAnswers | None = None,
 ) -> Manifest:
-    """The cache in `out`, built by `fill` unless it is finished. measured: fidelity and range of T."""
+    """Build the cache in `out` by `fill`, unless it is finished. measured: fidelity and range of T."""
     builder = CacheBuilder(out, settings, teacher=answers, tokenizer=TokenizerFiles(tokenizer), progress=progress)
     with closing(builder):
         if builder.manifest is None:
@@ -106,13 +106,13 @@ def _sum(caches: Sequence[LocalCache], out: Path, settings: CacheSettings, progr
 
 
 class _Added(ShardAnswers):
-    """The samples of several caches of the same rows, added."""
+    """Answers that add up the samples of several caches of the same rows."""
 
     def __init__(self, caches: Sequence[LocalCache], shares: Sequence[float], settings: CacheSettings) -> None:
         self._caches, self._shares, self._absent = caches, shares, settings.codec.absent
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """As `ShardAnswers.rows`."""
+        """Add up the samples of the caches; the rest is as in `ShardAnswers.rows`."""
         places = range(rows.first, rows.first + len(rows))
         parts: list[Any] = [cache[rows.split].read(places).targets for cache in self._caches]
 
@@ -122,7 +122,7 @@ class _Added(ShardAnswers):
 
 
 def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int) -> dict[str, np.ndarray]:
-    """What is kept of N tokens (see `codec.encode`) from the targets of several caches of them.
+    """Add up the targets of N tokens in several caches, as the arrays that `codec.encode` makes.
 
     shares: one a cache, summing to 1. absent: the id of an absent entry.
     """
@@ -155,7 +155,10 @@ def _added(parts: Sequence[SparseTargets], shares: Sequence[float], absent: int)
 
 
 def _rows(caches: Sequence[LocalCache], split: str) -> Iterator[PackedRow]:
-    """The rows of caches that have the same, with no targets where any of the teachers had none."""
+    """Yield the rows that caches share, without targets where any of the teachers had none.
+
+    UsageError: their masks differ over the same tokens.
+    """
     for number, row in enumerate(zip(*(cache[split].rows() for cache in caches), strict=True)):
         masks = [each.loss_mask for each in row if (each.loss_mask != BROKEN).any()]
         same = all(np.array_equal(each, masks[0]) for each in masks)
@@ -165,7 +168,7 @@ def _rows(caches: Sequence[LocalCache], split: str) -> Iterator[PackedRow]:
 
 
 def _common_range(caches: Sequence[LocalCache]) -> Any:
-    """The temperatures at which all caches are right; None for bare tokens."""
+    """Intersect the ranges of temperatures at which the caches are right; return None for bare tokens."""
     spans = [cache.manifest.temperature_range for cache in caches]
     known = [span for span in spans if span is not None]
     if not known:
@@ -223,7 +226,7 @@ def _append(caches: Sequence[LocalCache], out: Path, progress: Progress | None) 
 
 
 def _listed(records: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """One record of several, under a name that lists theirs."""
+    """Join several records in one, under a name that lists their names."""
     names = dict.fromkeys(printable(str(record.get(name)))[:_SHOWN] for record in records)
     return {name: ", ".join(names), "members": list(records)}
 
@@ -303,7 +306,10 @@ class _Piece:
         return shards[self.shard]["sequences"] if self.rows is None else len(self.rows)
 
     def text(self, number: int, first: int) -> ShardRows:
-        """Its text, as the shard `number`. `first`: what a cut shard states; a whole one keeps its own."""
+        """Read the text of this piece as the shard `number`.
+
+        first: the first sequence that a cut shard states; a whole shard keeps its own.
+        """
         split = self.reader.manifest.splits[self.reader.split]
         start, stop = self.reader.first_rows[self.shard : self.shard + 2].tolist()
         if self.rows is None:
@@ -322,7 +328,7 @@ class _Piece:
 
 
 def _copy(splits: Mapping[str, Sequence[_Piece]], builder: CacheBuilder) -> None:
-    """Have a builder publish a shard for each piece."""
+    """Publish a shard for each piece by a builder."""
     builder.rounds.total = sum(len(piece) for pieces in splits.values() for piece in pieces)
     for split, pieces in splits.items():
         hashes = dict[CacheReader, set[int]]()
@@ -362,7 +368,7 @@ class TokenizerFiles:
 
 
 def parent_record(cache: LocalCache, weight: float = 1.0) -> dict[str, Any]:
-    """The record of `cache` in the manifest of one that is made of it."""
+    """Return the record of `cache` that the manifest of a cache made from it holds."""
     manifest = cache.manifest
     found: dict[str, Any] = {
         "digest": manifest.digest,
@@ -379,7 +385,7 @@ def parent_record(cache: LocalCache, weight: float = 1.0) -> dict[str, Any]:
 
 
 def joined(captures: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """`kept_mass` over the samples of several caches, which are in one split; None where one has none."""
+    """Average `kept_mass` over the samples of several caches in one split; return None where one has no number."""
     found = [dict(each or {}) for each in captures]
     if all(each == found[0] for each in found):
         return found[0] or None

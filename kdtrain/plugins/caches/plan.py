@@ -21,7 +21,10 @@ class Stated(NamedTuple):
 
 
 def plan(caches: Sequence[Stated]) -> tuple[list[int], CacheSettings | None]:
-    """The numbers of the caches in the order of their digests, and the settings of the sum of their samples.
+    """Return the caches' indices in the order of their digests, and the settings of the sum of their samples.
+
+    The settings are None where the caches have different rows, and their shards are appended. UsageError: the caches do
+    not fit together (named, with the reason).
 
     Without settings, the caches have other rows, and their shards are appended. UsageError: they do not fit together
     (named, with the reason).
@@ -62,7 +65,7 @@ def plan(caches: Sequence[Stated]) -> tuple[list[int], CacheSettings | None]:
 
 
 def refuse_written(caches: Sequence[Stated]) -> None:
-    """UsageError: a student wrote the text of a cache, which belongs to one state of it."""
+    """Raise UsageError if a student wrote the text of a cache, which belongs to one state of it."""
     for each in caches:
         if each.manifest.codec.written:
             raise UsageError(
@@ -72,7 +75,7 @@ def refuse_written(caches: Sequence[Stated]) -> None:
 
 
 def refuse_rows(cache: Stated, splits: Sequence[str], rows: tuple[int, int | None] | None) -> None:
-    """UsageError: a cache has no such split, or a split no such rows (start and stop, None: the end)."""
+    """Raise UsageError if a cache lacks one of the splits, or a split the rows (start and stop, None: the end)."""
     refuse_written([cache])
     there = cache.manifest.splits
     if missing := [split for split in splits if split not in there]:
@@ -93,7 +96,7 @@ def between(rows: tuple[int, int | None] | None, number: int) -> tuple[int, int]
 
 
 def names(caches: Sequence[Any]) -> str:
-    """What several caches are called."""
+    """Join the names of several caches with "and"."""
     return " and ".join(cache.name for cache in caches)
 
 
@@ -102,7 +105,10 @@ def _shown(changed: Sequence[str]) -> str:
 
 
 def _sum(caches: Sequence[Stated]) -> CacheSettings:
-    """The settings of a capture of all samples of one teacher. UsageError: their grids do not make up one."""
+    """Combine the settings of one teacher's captures into those of a capture of all samples.
+
+    UsageError: their grids do not make up one.
+    """
     for cache in caches:
         codec, where = cache.manifest.codec, cache.name
         if not codec.taught:
@@ -161,18 +167,18 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
 
 
 def tokens_of(manifest: Manifest) -> dict[str, str]:
-    """The digest of the tokens of each split."""
+    """Return the digest of the tokens of each split."""
     return {split: each["tokens_sha256"] for split, each in manifest.splits.items()}
 
 
 def who(settings: CacheSettings) -> dict[str, Any]:
-    """A teacher but for its name, where its weights say who it is."""
+    """Identify a teacher by its record, without its name where its weights have a digest."""
     teacher = settings.teacher or {}
     return {name: value for name, value in teacher.items() if name != "spec" or "weights_digest" not in teacher}
 
 
 def _comparable(cache: Stated) -> dict[str, Any]:
-    """What two caches whose samples add up to a capture have in common."""
+    """Return the settings that two caches must have in common for their samples to add up."""
     settings = cache.manifest.settings
     codec = replace(settings.codec, num_samples=1)
     return replace(settings, codec=codec, sampling=None, teacher=who(settings)).to_json()

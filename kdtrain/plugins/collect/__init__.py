@@ -11,7 +11,7 @@ register_section("collect", {"distill": CollectConfig})
 
 @register_observer("collect")
 def observer(request: Any) -> Any:
-    """Collects from a run with --collect-tensors."""
+    """Return the collector of a run, or None without --collect-tensors. UsageError: the run has --tensor-parallel."""
     options = request.config.plugins["collect"]
     if options.collect_tensors is None:
         return None

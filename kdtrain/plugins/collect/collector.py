@@ -52,7 +52,7 @@ _KINDS |= dict.fromkeys(("amax", "error", "saturated", "flushed", "zeros"), np.d
 
 
 class Collector(Observer):
-    """Collects from the layers whose names match, every so many steps; rank 0 writes.
+    """An observer that collects from the layers whose names match, every so many steps; rank 0 writes.
 
     Args:
         path: the HDF5 file; rows of an earlier part of the run are kept.
@@ -137,7 +137,7 @@ class Collector(Observer):
 
 
 def statistics(values: Tensor, kind: str, recipe: FormatRecipe | None, dtype: torch.dtype) -> dict[str, Any]:
-    """The effect of a format on one operand [rows, columns] of a product that sums over its columns.
+    """Measure the effect of a format on one operand [rows, columns] of a product that sums over its columns.
 
     kind: weight, activation or gradient. Errors are those of `recipe`, or of `dtype` without a recipe.
     """
@@ -167,7 +167,7 @@ def statistics(values: Tensor, kind: str, recipe: FormatRecipe | None, dtype: to
 
 @contextmanager
 def _watched(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """The operands of `layers`, which forwards and backwards in the block fill in."""
+    """Record the operands of `layers` while the block runs: forwards and backwards fill in the dictionary."""
     seen: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
     names = {layer: name for name, layer in layers.items()}
     sharded = {each for each in names if hasattr(each.get_parameter("weight"), "full_tensor")}
@@ -203,7 +203,7 @@ def _append(group: h5py.Group, name: str, value: Any) -> None:
 
 
 def _write_raw(group: h5py.Group, step: int, operand: Tensor) -> bool:
-    """Store an operand [rows, columns] of a step, within the bounds; True if it is cut."""
+    """Store an operand [rows, columns] of a step, within the bounds; return True if it is cut."""
     rows, columns = operand.shape
     kept = min(rows, max(1, RAW_ELEMENTS // columns))
     picked = torch.arange(kept, device=operand.device) * rows // kept
@@ -213,12 +213,12 @@ def _write_raw(group: h5py.Group, step: int, operand: Tensor) -> bool:
 
 
 def _groups(file: h5py.File) -> list[h5py.Group]:
-    """Those of each operand of each layer."""
+    """List the groups of the file, one for each operand of each layer."""
     return [group for name, layer in file.items() if name != "exponents" for group in layer.values()]
 
 
 def _is_ours(path: Path) -> bool:
-    """True if a file has this module's layout, so that rows can be appended: a run may come from elsewhere."""
+    """Return True if a file has this module's layout, so that rows can be appended: a run may come from elsewhere."""
     size = path.stat().st_size
     if not path.is_file() or size > MOST_BYTES:
         return False

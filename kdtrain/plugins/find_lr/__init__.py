@@ -35,7 +35,10 @@ class FindLrConfig(DistillConfig):
         )
 
     def first_steps(self, whole: int) -> int:
-        """Steps of the first rung, for a run of `whole` steps: all rungs, at most 26 of it, cost no more than 1.6."""
+        """Return the steps of the first rung, for a run of `whole` steps.
+
+        All rungs, at most 26 first ones, cost no more than 1.6 runs.
+        """
         return self.rung_steps or min(max(whole // 20, min(20, whole // 17), 2), 200)
 
 

@@ -58,7 +58,7 @@ _LOOKS = [("#0072B2", "o", "-"), ("#D55E00", "s", "--")]
 
 @dataclass
 class _Short:
-    """A short run after a rung."""
+    """The result of a rate's short run in one rung, as the record holds it."""
 
     loss: float | None
     """Validation loss, nats a token; None: it diverged."""
@@ -68,7 +68,7 @@ class _Short:
 
 @dataclass
 class _Record:
-    """What OUT/find-lr.json holds during the search."""
+    """The record in OUT/find-lr.json during the search."""
 
     options: dict[str, dict[str, Any]]
     """Those that decide the results of the runs."""
@@ -86,12 +86,12 @@ class _Record:
     """By exponent: the rate is 2^k times the guess."""
 
     def rate(self, exponent: float) -> float:
-        """The rate of an exponent."""
+        """Return the learning rate of an exponent."""
         return float(self.guess * 2.0**exponent)
 
     @property
     def losses(self) -> dict[int, list[Trained]]:
-        """The rungs of each rate."""
+        """The results of each rate's rungs, by exponent."""
         return {
             int(name): [Trained(math.inf if each.loss is None else each.loss, tuple(each.parts)) for each in rungs]
             for name, rungs in self.runs.items()
@@ -129,7 +129,7 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
 
 
 def find_lr(config: FindLrConfig, stack: ExitStack) -> dict[str, Any]:
-    """The table of all short runs and the suggestion, as OUT/find-lr.json has them.
+    """Train the short runs that are missing; return their table and the suggestion, as OUT/find-lr.json has them.
 
     stack: ends with the search. UsageError, RunError: as `main`. KeyboardInterrupt: a signal stopped a short run, after
     it was saved.
@@ -154,7 +154,7 @@ def find_lr(config: FindLrConfig, stack: ExitStack) -> dict[str, Any]:
 
 
 def _resumed(config: FindLrConfig) -> _Record | None:
-    """The search in the folder, if there is one. UsageError: it has other options, or cannot be read."""
+    """Read the search in the folder, or return None. UsageError: it has other options, or cannot be read."""
     path = config.out / RECORD
     if not path.exists():
         return None
@@ -180,7 +180,7 @@ def _resumed(config: FindLrConfig) -> _Record | None:
 
 
 def _begun(config: FindLrConfig) -> _Record:
-    """A new search. UsageError: data, cache or student cannot be read."""
+    """Prepare a new search. UsageError: data, cache or student cannot be read."""
     start, guess = config.checkpoint, config.optimizer.lr
     run = start.load is not None and not is_model_folder(start.load) and not is_adapter(start.load)
     if run and not start.override_opt_param_scheduler:
@@ -241,7 +241,7 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
 
 
 def _by_part(run: Run) -> list[float]:
-    """The validation loss of parts of the split, nats a token."""
+    """Measure the validation loss of parts of the split, in nats a token."""
     trainer, source, micro = run.trainer, run.trainer.validation_source, run.trainer.stepper.micro
     count = min(len(source), trainer.validation_batches * micro)
     size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
@@ -253,7 +253,9 @@ def _by_part(run: Run) -> list[float]:
 
 
 def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int) -> DistillConfig:
-    """The run of `whole` steps in `steps`: what is counted in steps of its schedule takes the same share.
+    """Configure the short run: `whole` steps in `steps`, where the parts of the schedule keep their shares.
+
+    A spike ends it, where a rollback would lower its rate.
 
     A spike ends it, where a rollback would lower its rate.
     """
@@ -272,7 +274,7 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int
 
 
 def _result(config: FindLrConfig, record: _Record, found: Suggestion) -> dict[str, Any]:
-    """The record of a search that is over."""
+    """Return the record of a finished search."""
     shorts = [(each, steps) for done in record.runs.values() for each, steps in zip(done, record.rungs, strict=False)]
     trained = sum(steps for _, steps in shorts)
     behind = {f"{record.rate(each):.4g}": difference for each, difference in found.behind.items()}
@@ -333,7 +335,7 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
 
 
 def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
-    """At most eleven lines."""
+    """Yield the page for a terminal, at most eleven lines."""
     rates, suggestion, cost = result["rates"], result["suggestion"], result["cost"]
     names = sorted(rates, key=int)
     yield f"{out}: validation losses around {result['guess']:.2g} ({result['guess_from']})"
@@ -359,7 +361,7 @@ def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
 
 
 def _neighbour(name: str, behind: dict[str, float | None]) -> str:
-    """A neighbour of the best rate, and how far its loss is above."""
+    """Describe a neighbour of the best rate, and how far its loss is above."""
     off, error = behind["nats"], behind["standard_error"]
     if off is None or not math.isfinite(off):
         return f"{float(name):.2g} diverged"

@@ -33,7 +33,7 @@ SURE = 2.0
 
 @dataclass(frozen=True)
 class Trained:
-    """A rate after a rung."""
+    """The result of a rate's short run in one rung."""
 
     loss: float
     """Validation loss, nats a token; infinite where the run diverged."""
@@ -46,7 +46,7 @@ Losses = Mapping[int, Sequence[Trained]]
 
 
 def next_run(losses: Losses) -> tuple[int, int] | None:
-    """The rate and the rung to train next; None: the search is over."""
+    """Choose the rate and the rung to train next; return None when the search is over."""
     alive = [*FIRST]
     for rung in range(RUNGS):
         while True:
@@ -63,7 +63,7 @@ def next_run(losses: Losses) -> tuple[int, int] | None:
 
 
 def _missing(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
-    """A neighbour of the best rate that is not of this rung, and did not diverge at one before.
+    """Find a neighbour of the best rate that is missing in this rung, and did not diverge in an earlier one.
 
     None: there is none, or a later rung has as many rates as the first begins with.
     """
@@ -78,7 +78,7 @@ def _missing(alive: Sequence[int], rung: int, losses: Losses) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A rate, and why. Exponents are of two times the guess."""
+    """The suggested rate, and how it was found. An exponent k stands for the rate 2^k times the guess."""
 
     best: int
     """The best rate of the last rung."""
@@ -95,7 +95,7 @@ class Suggestion:
 
 
 def suggest(losses: Losses) -> Suggestion | None:
-    """The suggestion of a search that is over; None: every rate diverged."""
+    """Suggest a rate from a finished search; return None where every rate diverged."""
     sound = {each: rungs for each, rungs in losses.items() if rungs and math.isfinite(rungs[-1].loss)}
     if not sound:
         return None
@@ -118,7 +118,10 @@ def suggest(losses: Losses) -> Suggestion | None:
 
 
 def _difference(best: Sequence[Trained], other: Sequence[Trained]) -> tuple[float, float | None]:
-    """Loss of `other` less that of `best` at the last rung of both, and its standard error, None if nobody knows."""
+    """Compute the loss of `other` less that of `best` at the last rung of both, and its standard error.
+
+    The standard error is None where the losses are of fewer than two parts.
+    """
     rung = min(len(best), len(other)) - 1
     mine, theirs = best[rung], other[rung]
     pairs = list(zip(mine.parts, theirs.parts, strict=False))
@@ -128,9 +131,10 @@ def _difference(best: Sequence[Trained], other: Sequence[Trained]) -> tuple[floa
 
 
 def _vertex(losses: Losses, best: int) -> float | None:
-    """Where a parabola through the best rate and its neighbours is lowest, from the best, at the last rung they share.
+    """Fit a parabola through the best rate and its neighbours at the last rung they share; return its minimum.
 
-    None where a neighbour is missing or diverged, or no rate between them would be better.
+    The minimum is an exponent relative to `best`, at most half away. None where a neighbour is missing or diverged, or
+    no rate between them would be better.
     """
     around = [losses.get(each, ()) for each in (best - 1, best, best + 1)]
     rung = min(map(len, around)) - 1

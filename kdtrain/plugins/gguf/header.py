@@ -32,7 +32,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds, besides the numbers."""
+    """The contents of a file, besides the numbers."""
 
     values: dict[str, Any]
     """By key: bool, int, float, str, or a list of these."""

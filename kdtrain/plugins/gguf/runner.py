@@ -17,7 +17,7 @@ import numpy as np
 
 
 def cyllama(package: str, file: str, texts: list[str], rows: list[list[int]], threads: int) -> Iterator[Any]:
-    """The answers by cyllama: ids, then logits."""
+    """Yield the outputs of cyllama: the texts' token ids as JSON, then the logits of each row."""
     llama: Any = importlib.import_module(f"{package}.llama.llama_cpp")
 
     class Model(llama.LlamaModel):  # type: ignore[name-defined]
@@ -47,7 +47,7 @@ def cyllama(package: str, file: str, texts: list[str], rows: list[list[int]], th
 
 
 def xllamacpp(package: str, file: str, texts: list[str], rows: list[list[int]], threads: int) -> Iterator[Any]:
-    """The answers by xllamacpp, whose server listens on this machine alone: ids, then log p."""
+    """Yield the outputs of xllamacpp, whose server listens on this machine alone: token ids as JSON, then log p."""
     llama: Any = importlib.import_module(package)
     settings = llama.CommonParams()
     settings.model.path, settings.warmup, settings.ui, settings.n_gpu_layers = file, False, False, 0

@@ -38,7 +38,7 @@ BIASES = {"llama": ("_proj.bias",), "qwen2": ("q_proj.bias", "k_proj.bias", "v_p
 
 
 def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Prepare the file and its card: the arguments of `export_model`, and what is shown, which writing completes.
+    """Prepare the file and its card; return the arguments of `export_model`, and the result, which writing completes.
 
     of: `kdtrain.commands.export.Exported`.
 

@@ -36,7 +36,7 @@ _SPLITS = ("train", "validation")
 
 
 def sample(files: Sequence[SourceFile]) -> Iterator[tuple[str, Record]]:
-    """Up to `_SAMPLE` records, from evenly spaced places of a source."""
+    """Yield up to `_SAMPLE` records, from evenly spaced places of a source."""
     total = sum(map(len, files))
     places = min(_PLACES, max(1, total // (_SAMPLE // _PLACES)))
     for place in range(places):
@@ -49,7 +49,7 @@ def sample(files: Sequence[SourceFile]) -> Iterator[tuple[str, Record]]:
 
 
 def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> DetectedShift:
-    """What the detector finds in a sample as it would be stored.
+    """Test a sample in the form in which it would be stored, and return what the detector finds.
 
     UsageError: the entries are not about the next token, are no log-probabilities, or were renormalised.
     """
@@ -130,7 +130,7 @@ def _rank(tokens: np.ndarray) -> float:
 
 
 def _summary(tally: Mapping[str, Any], spec: CodecSpec) -> dict[str, Any]:
-    """The tally for the manifest: what was left out, the kept mass, and what is known of the loss that this costs.
+    """Summarise the tally for the manifest: what was left out, the kept mass, and a bound of the loss that results.
 
     With the mass m inside of the top-k the rest is one bucket of V - K entries, spread evenly. KL(full || cache) is
     (1 - m) (log(V - K) - H), H >= 0 the entropy within the rest, and so at most (1 - m) log(V - K). Nothing is claimed

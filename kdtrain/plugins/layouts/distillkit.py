@@ -82,8 +82,10 @@ class OldCompressor(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_compressor(path: Path) -> Compressor | OldCompressor:
-    """The settings in a YAML file: alone, or under `logprob_compressor` or `legacy_logit_compression` (a run's file
-    has these under `teacher`). UsageError: names the file and what is wrong.
+    """Read the settings in a YAML file.
+
+    They stand alone, or under `logprob_compressor` or `legacy_logit_compression` (a run's file has these under
+    `teacher`). UsageError: names the file and what is wrong.
     """
     yaml: Any = optional("yaml", "data", f"--compressor {path}")
     try:
@@ -136,7 +138,7 @@ class DistillKit(Layout):
         return {"compressor": msgspec.to_builtins(self.settings)}
 
     def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """As `Layout.decode`."""
+        """Decode the entries of a record, as `Layout.decode` promises."""
         positions = len(record[next(iter(self.entries))].lengths)
         if positions * self.settings.k > MOST_ENTRIES:
             raise UsageError(f"{where}: {positions:,} positions of {self.settings.k:,} entries are too many for a row")
@@ -164,7 +166,7 @@ class DistillKit(Layout):
 
 
 def coded_bytes(settings: Compressor) -> int:
-    """Bytes of one position in `compressed_logprobs`."""
+    """Return the number of bytes of one position in `compressed_logprobs`."""
     size = settings.exact_k * _dtype(settings.exact_dtype).itemsize
     size += len(settings.polynomial_terms or []) * _dtype(settings.term_dtype).itemsize
     for each in settings.residual_bins:
@@ -173,7 +175,10 @@ def coded_bytes(settings: Compressor) -> int:
 
 
 def decode_logprobs(coded_mB: Tensor, settings: Compressor, curve_RF: Tensor) -> Tensor:
-    """Values [m, K] from the bytes of m positions; `curve_RF`: the terms at each of the R approximate values."""
+    """Decode the values [m, K] of m positions from their bytes.
+
+    curve_RF: the terms at each of the R approximate values.
+    """
     taken, rest, out = 0, settings.k - settings.exact_k, _dtype(settings.exact_dtype)
 
     def take(number: int, dtype: torch.dtype) -> Tensor:
@@ -204,13 +209,13 @@ def decode_logprobs(coded_mB: Tensor, settings: Compressor, curve_RF: Tensor) ->
 
 
 def fit(curve_RF: Tensor, coefficients_mF: Tensor) -> Tensor:
-    """[m, R] sum of the terms, some positions at a time."""
+    """Sum the terms of each fit [m, R], some positions at a time."""
     parts_mF = coefficients_mF.split(max(1, _FIT // max(1, curve_RF.numel())))
     return torch.cat([(curve_RF * part_mF[:, None]).sum(-1) for part_mF in parts_mF])
 
 
 def unpack_bits(packed_mB: np.ndarray, bits: int, number: int) -> np.ndarray:
-    """int64 [m, number]: whole numbers of `bits` bits, the most significant first, from rows of uint8."""
+    """Unpack rows of uint8 to int64 [m, number]: whole numbers of `bits` bits, the most significant first."""
     wide = np.unpackbits(packed_mB, axis=1)[:, : number * bits].reshape(len(packed_mB), number, bits)
     found = np.zeros((len(packed_mB), number), np.int64)
     for bit in range(bits):
@@ -219,7 +224,7 @@ def unpack_bits(packed_mB: np.ndarray, bits: int, number: int) -> np.ndarray:
 
 
 def _curve(settings: Compressor | OldCompressor) -> Tensor:
-    """[R, F] each term at each of the k - exact_k approximate values."""
+    """Evaluate each term at each of the k - exact_k approximate values, [R, F]."""
     number = settings.k - settings.exact_k
     if isinstance(settings, OldCompressor):
         points_R = torch.arange(number, dtype=torch.float32) + 1
@@ -241,7 +246,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _matrix(record: Record, name: str, where: str, width: int, dtype: Any) -> np.ndarray:
-    """[m, width] of a dtype. UsageError: the settings stand for another number, or these are not such numbers."""
+    """Return the numbers of a field, [m, width] of a dtype.
+
+    UsageError: the settings stand for another width, or these are not such numbers.
+    """
     values, lengths = record[name]
     if (others := lengths[lengths != width]).size:
         raise UsageError(

@@ -19,7 +19,7 @@ MOST_ENTRIES = 2**26
 
 
 class Lists(NamedTuple):
-    """One list of numbers for each of m positions, one behind the other."""
+    """Lists of numbers for m positions, one list behind the other."""
 
     values: np.ndarray
     lengths: np.ndarray
@@ -31,7 +31,10 @@ Record = Mapping[str, Any]
 
 
 class Layout(ABC):
-    """A layout; a subclass has `entries` and `decode`. Raises UsageError for options that it cannot use."""
+    """A layout of others' caches; a subclass defines `entries` and `decode`.
+
+    UsageError: it cannot use the options.
+    """
 
     entries: Mapping[str, int]
     """The columns that it decodes, and whether each holds one number a token (1) or a list of them (2)."""
@@ -55,19 +58,19 @@ class Layout(ABC):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """How the entries were coded, in plain values for the manifest."""
+        """The settings by which the entries were coded, in plain values for the manifest."""
         return {}
 
     @abstractmethod
     def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """The entries of m positions: ids int64 [m, K] and natural logarithms of probabilities, floating point [m, K].
+        """Return the entries of m positions: ids int64 [m, K] and their log p, floating point [m, K].
 
-        They are in any order, and NaN throughout a position without any. UsageError: names `where` and what does not
-        fit.
+        log p are natural logarithms of probabilities. The entries are in any order, and NaN throughout a position
+        without any. UsageError: names `where` and what does not fit.
         """
 
     def refuse_given(self, *names: str) -> None:
-        """UsageError: an option is given that has no effect with this layout."""
+        """Raise UsageError if an option is given that has no effect with this layout."""
         for name in names:
             if getattr(self.options, name) != getattr(ImportConfig, name):
                 given = f"--{name.replace('_', '-')} has no effect with --layout {self.options.layout}"
@@ -78,7 +81,7 @@ Kind = TypeVar("Kind", bound=Callable[[ImportConfig], Layout])
 
 
 def register_layout(name: str, *, help: str = "") -> Callable[[Kind], Kind]:
-    """Decorator: make a subclass of `Layout` the one of `--layout NAME`.
+    """Register a subclass of `Layout` as that of `--layout NAME` (a decorator).
 
     help: a line about it; by default the first line of the docstring.
     """

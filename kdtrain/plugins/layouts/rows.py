@@ -38,7 +38,7 @@ COUNTS = ("rows", "rows_left_out", "positions", "counted", *filter(None, _STATES
 
 @dataclass(frozen=True)
 class Cutter:
-    """Makes sequences of records; pure."""
+    """A pure maker of sequences from records."""
 
     layout: Layout
     codec: CodecSpec
@@ -48,7 +48,7 @@ class Cutter:
     pad_id: int = 0
 
     def sequences(self, record: Record, where: str, tally: dict[str, Any]) -> Iterator[PackedRow]:
-        """The sequences of a record, counted into `tally`. UsageError: it does not fit."""
+        """Yield the sequences of a record, counted into `tally`. UsageError: it does not fit."""
         layout, codec = self.layout, self.codec
         tokens_n = self._tokens(record[layout.tokens], where)
         number = len(tokens_n) - 1
@@ -102,7 +102,7 @@ class Cutter:
             yield PackedRow(tokens_n[start : part.stop + 1].astype(np.int32), mask_T, segments_T, kept)
 
     def _tokens(self, tokens_n: np.ndarray, where: str) -> np.ndarray:
-        """int64 [n]. UsageError: one is not a token of the vocabulary."""
+        """Return the tokens as int64 [n]. UsageError: one is not a token of the vocabulary."""
         if len(tokens_n) and tokens_n.dtype.kind != "i":
             raise UsageError(f"{where}: {self.layout.tokens} does not hold whole numbers")
         vocab_size = self.codec.vocab_size
@@ -117,7 +117,7 @@ class Cutter:
 def distributions(
     ids: np.ndarray, logprobs: np.ndarray, vocab_size: int, top_k: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The `top_k` most likely entries of each position, ids and log p [m, K], and what each position is [m]."""
+    """Select the `top_k` most likely entries of each position, ids and log p [m, K], and classify each position [m]."""
     logprobs = logprobs.astype(np.float64, copy=False)
     none_m = (np.isnan(logprobs) | np.isneginf(logprobs)).all(1)
     few_m = (~np.isneginf(logprobs)).sum(1) < top_k

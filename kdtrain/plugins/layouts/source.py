@@ -25,7 +25,7 @@ _SUFFIXES = (".parquet", ".jsonl")
 
 
 class SourceFile:
-    """A file, and the columns of it that a layout reads. UsageError: it cannot be read, or lacks one."""
+    """A file, and its columns that a layout reads. UsageError: it cannot be read, or lacks a column."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path, self.layout, self.columns = path, layout, layout.columns
@@ -44,7 +44,7 @@ class SourceFile:
         return self._rows
 
     def records(self, names: Sequence[str] | None = None, begin: float = 0.0) -> Iterator[tuple[str, Record]]:
-        """The records, each with where it is, for messages.
+        """Yield the records, each with its place in the source, for messages.
 
         names: only these columns. begin: the share of the file to skip; of parquet in whole row groups.
         """
@@ -64,7 +64,7 @@ class SourceFile:
             yield where, found
 
     def _cells(self, names: Sequence[str], begin: float) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The place of each row, and its cells: lists of JSON, or arrays of arrow."""
+        """Yield the place of each row, and its cells: lists of JSON, or arrays of arrow."""
         if self.is_parquet:
             for first, batch in parquet_batches(self.path, names, begin):
                 for row in range(batch.num_rows):
@@ -78,7 +78,10 @@ class SourceFile:
 
 
 def _array(cell: Any, depth: int, where: str, name: str) -> np.ndarray | Lists:
-    """The numbers of a list of JSON, or of an array of arrow; int64 or float64."""
+    """Convert a list of JSON, or an array of arrow, to its numbers, int64 or float64.
+
+    With depth 2 these are `Lists`. UsageError: it is not such a list, or is too long.
+    """
     lengths: Any = ()
     if isinstance(cell, list):
         if depth == 2:
@@ -109,7 +112,7 @@ def _array(cell: Any, depth: int, where: str, name: str) -> np.ndarray | Lists:
 
 
 def open_source(source: str, layout: Layout) -> list[SourceFile]:
-    """The files of a source, sorted by name: itself, or the parquet or jsonl files below a folder.
+    """List the files of a source, sorted by name: itself, or the parquet or jsonl files below a folder.
 
     UsageError: there are none, of both kinds, or a link among them; one lacks a column.
     """

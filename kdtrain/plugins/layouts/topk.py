@@ -19,7 +19,7 @@ class TopK(Layout):
         self.entries = {options.ids_column: 2, options.logprobs_column: 2}
 
     def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """As `Layout.decode`; lists of several lengths end in entries of probability 0."""
+        """Decode the entries as `Layout.decode` promises; pad shorter lists with entries of probability 0."""
         ids, logprobs = record[self.options.ids_column], record[self.options.logprobs_column]
         lengths_m = ids.lengths
         if len(ids.values) and ids.values.dtype.kind != "i":
@@ -50,6 +50,9 @@ class PromptLogprobs(TopK):
         super().__init__(replace(options, **names))  # type: ignore[arg-type]
 
     def decode(self, record: Record, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """As `Layout.decode`: entry i of a server is about token i itself, given those before it."""
+        """Decode the entries as `Layout.decode` promises, of which the first is dropped.
+
+        Entry i of a server is about token i itself, given the tokens before it.
+        """
         ids_mK, logprobs_mK = super().decode(record, where)
         return ids_mK[1:], logprobs_mK[1:]

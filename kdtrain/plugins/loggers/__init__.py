@@ -155,7 +155,7 @@ class WeightsAndBiases(Logger):
 
 @register_observer("on-event")
 def command(request: Any) -> Any:
-    """The command of --on-event, which gets the events of a run."""
+    """Return the command of --on-event, which gets the events of a run, or None without it."""
     given = request.config.monitor.on_event
     if given is None:
         return None

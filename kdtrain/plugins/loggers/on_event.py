@@ -32,7 +32,7 @@ LAST_SECONDS = 10.0
 
 
 class EventCommand(Observer):
-    """Runs a command line for events, in the background.
+    """A command line that runs for events, in the background.
 
     Args:
         command: words as a shell would split them; the first is a program.
@@ -60,7 +60,7 @@ class EventCommand(Observer):
             self._failures.append(f"{WAITING} events wait for it already; later ones are dropped")
 
     def failure(self) -> str | None:
-        """The first failure, once; else None.
+        """Return the first failure, once; afterwards, and without a failure, None.
 
         It does not name the command, which may hold a secret and is never written into a run.
         """
@@ -75,7 +75,7 @@ class EventCommand(Observer):
             warning("on-event", text)
 
     def close(self) -> None:
-        """Let what waits run for up to `LAST_SECONDS`, and end what runs then."""
+        """Run the waiting commands for up to `LAST_SECONDS`, and end the one that runs then."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -78,7 +78,7 @@ def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
 
 
 def as_record(groups: list[Group], names: Collection[str]) -> dict[str, Any]:
-    """The comparison as one record; losses in nats a token, times in seconds."""
+    """Return the comparison as one record; losses in nats a token, times in seconds."""
     rows = []
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in names}
@@ -91,9 +91,10 @@ def as_record(groups: list[Group], names: Collection[str]) -> dict[str, Any]:
 
 
 def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[Any]]:
-    """A row a group: the options in which they differ, and of each number its mean, deviation and difference.
+    """Yield a header and one row a group: the differing options, and mean, deviation and difference of each number.
 
-    Empty for what is none, numbers with all their digits. Before a text that a spreadsheet would run is an apostrophe.
+    Cells without a value are empty, and numbers have all their digits. A text that a spreadsheet would run gets an
+    apostrophe before it.
     """
     options = differing(groups)
     every = names or [name for name in MEASURES if any(group.values(name) for group in groups)]
@@ -110,10 +111,10 @@ def csv_rows(groups: list[Group], names: Collection[str] = ()) -> Iterator[list[
 
 
 def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Table:
-    """A row a number, a column a group and one of the teacher; the best is bold where seeds do not explain it.
+    """Build the table of a paper: a row a number, a column a group and one of the teacher; the best is bold.
 
-    The teacher has a number where it is the same beside each run. Without `names` the numbers are those by which
-    students are judged, of the test alone if there are any of it.
+    It is bold only where seeds do not explain the difference. The teacher has a number where it is the same beside each
+    run. Without `names` the numbers are those by which students are judged, of the test alone if there are any of it.
     """
     judged = [name for name, each in MEASURES.items() if each.best and not each.label.startswith("last ")]
     known = [name for name in judged if any(group.values(name) for group in groups)]
@@ -131,7 +132,7 @@ def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Tab
 
 
 def paper_notes(groups: list[Group], bold: bool) -> Iterator[str]:
-    """The lines below a paper's table: seeds, marks, and what to be careful about."""
+    """Yield the lines below a paper's table: seeds, marks, and what to be careful about."""
     seeds = dict.fromkeys(printable(str(run.seed)) for each in groups for run in each.runs)
     yield ("mean ± standard deviation over seeds " if len(seeds) > 1 else "seed ") + ", ".join(seeds)
     if bold:
@@ -142,7 +143,7 @@ def paper_notes(groups: list[Group], bold: bool) -> Iterator[str]:
 
 
 def latex(table: Table, notes: Iterable[str], caption: str | None, label: str | None) -> Iterator[str]:
-    """The lines of a table in LaTeX, with the rules of its package booktabs, and of the notes below it.
+    """Yield the lines of a table in LaTeX, with the rules of its package booktabs, and of the notes below it.
 
     With a caption, which is LaTeX, it floats.
     """
@@ -187,7 +188,7 @@ _LATEX = {each: rf"\{each}" for each in "&%$#_{}"} | {
 
 
 def latex_text(value: Any) -> str:
-    """A text by a stranger for LaTeX: one line, without a sign of LaTeX's; what pdflatex does not know becomes ?."""
+    """Escape a text by a stranger for LaTeX: one line, without special signs; what pdflatex does not know becomes ?."""
     text = "" if value is None else printable(str(value))[:500]
     known = (_LATEX.get(each) or (each if " " <= each <= "~" or "À" <= each <= "ÿ" else "?") for each in text)
     return "".join(known)

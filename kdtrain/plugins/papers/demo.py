@@ -90,7 +90,7 @@ def main(config: DemoConfig) -> int:
 
 
 def _refuse_foreign(out: Path, file: Path, text: str) -> None:
-    """UsageError: the folder holds something else, or a demo of other settings but for its seeds."""
+    """Raise UsageError if the folder holds something else, or a demo of other settings but for its seeds."""
 
     def settings(each: str) -> list[str]:
         return [line for line in each.splitlines() if not line.startswith("seeds = ")]

@@ -64,7 +64,7 @@ TITLES = {
 
 
 def figure(width: float, height: float, rows: int, columns: int, **shared: Any) -> tuple[Figure, Any]:
-    """A figure of `width` x `height` inches, and its axes as an array [rows, columns]."""
+    """Make a figure of `width` x `height` inches, and return it with its axes as an array [rows, columns]."""
     made = Figure(figsize=(width, height), layout="constrained")
     return made, made.subplots(rows, columns, squeeze=False, **shared)
 
@@ -94,7 +94,7 @@ def curve(axes: Axes, seeds: Sequence[Sequence[tuple[float, float]]], color: str
 
 
 def finish(axes: Axes, title: str, x: str, y: str) -> None:
-    """Title, labels, grid and legend."""
+    """Set the title, labels, grid and legend of a panel."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -105,7 +105,7 @@ def finish(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def pooled(diagrams: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
-    """One diagram of several: tokens added up, confidence and accuracy weighted by them."""
+    """Pool several calibration diagrams in one: add up tokens, and weight confidence and accuracy by them."""
     result: list[dict[str, float]] = []
     for bins in zip(*diagrams, strict=True):
         tokens = sum(each["tokens"] for each in bins)
@@ -121,12 +121,12 @@ def pooled(diagrams: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, 
 
 
 def looks(groups: Sequence[Group]) -> list[tuple[str, str, Any]]:
-    """Colour, marker and line of each group."""
+    """Return the colour, marker and line of each group."""
     return list(itertools.islice(itertools.cycle([*LOOKS, *MORE]), len(groups)))
 
 
 def draw(groups: Sequence[Group], x: str, names: Sequence[str]) -> Figure:
-    """A panel a number over tokens, steps or minutes, a column wide, with one legend below."""
+    """Draw a panel for each number over tokens, steps or minutes, a column wide, with one legend below."""
     handles = legend_of(groups)
     columns = 2 if all(len(str(each.get_label())) <= 22 for each in handles) else 1
     height = 2.1 * len(names) + 0.35 + 0.16 * math.ceil(len(handles) / columns)
@@ -141,7 +141,7 @@ def draw(groups: Sequence[Group], x: str, names: Sequence[str]) -> Figure:
 
 
 def small(axes: Axes) -> None:
-    """The letters of a panel that is a column wide."""
+    """Shrink the fonts of a panel that is a column wide."""
     axes.title.set_fontsize(9)
     axes.tick_params(labelsize=8)
     for label in (axes.xaxis.label, axes.yaxis.label):
@@ -149,7 +149,7 @@ def small(axes: Axes) -> None:
 
 
 def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
-    """One number of the runs over an axis, with interventions at the top and quantised stretches at the foot."""
+    """Draw one number of the runs over an axis, with interventions at the top and quantised stretches at the foot."""
     name = NAMES.get(name, name)
     rows, marked = 0, 0
     for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
@@ -176,7 +176,7 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
 
 
 def _zoom(axes: Axes) -> None:
-    """Let the curves fill the panel after their first tenth, which would flatten the rest."""
+    """Zoom to the curves after their first tenth, which would flatten the rest."""
     drawn: list[Any] = axes.get_lines()  # matplotlib types their data as anything that may become an array
     curves = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in drawn]
     curves = [points for points in curves if len(points) > 4]
@@ -188,7 +188,7 @@ def _zoom(axes: Axes) -> None:
 
 
 def _teacher(axes: Axes, losses: Sequence[float | None]) -> None:
-    """The teacher's loss as a line, or as words where it lies outside of the panel."""
+    """Draw the teacher's loss as a line, or write it where it lies outside of the panel."""
     low, high = axes.get_ylim()
     for loss in sorted({round(each, 4) for each in losses if each is not None}):
         if low <= loss <= high:
@@ -206,7 +206,7 @@ def _teacher(axes: Axes, losses: Sequence[float | None]) -> None:
 
 
 def legend_of(groups: Sequence[Group]) -> list[Line2D]:
-    """A line for each group, a marker for each kind of intervention, and the bar of quantised stretches."""
+    """Make the handles of a legend: a line a group, a marker a kind of intervention, a bar for quantised stretches."""
     handles = []
     for group, (color, marker, line) in zip(groups, looks(groups), strict=True):
         name = literal(group.name) + (f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "")
@@ -221,20 +221,20 @@ def legend_of(groups: Sequence[Group]) -> list[Line2D]:
 
 
 def literal(name: str, most: int = 48) -> str:
-    """A name as matplotlib shows it: no formula, and not one that a legend leaves out."""
+    """Escape a name for matplotlib: no formula, not longer than `most`, and shown in a legend."""
     name = name if len(name) <= most else f"{name[: most - 1]}…"
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """`points`, or the means of `MOST_POINTS` stretches of them."""
+    """Return `points`, or the means of `MOST_POINTS` stretches of them."""
     size = math.ceil(len(points) / MOST_POINTS)
     parts = [points[start : start + size] for start in range(0, len(points), size)] if size > 1 else []
     return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts] or list(points)
 
 
 def _interventions(axes: Axes, run: LoggedRun, places: dict[int, float], color: str, height: float) -> bool:
-    """Mark a run's interventions near the top, those of another run lower; whether there are any."""
+    """Mark a run's interventions near the top, another run's lower; return True if there are any."""
     shown = [each for each in interventions(run) if each.event in MARKS and each.step in places][:MOST_POINTS]
     look: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "markersize": 5, "zorder": 5}
     for each in shown:

@@ -37,24 +37,24 @@ class Group:
 
     @property
     def seeds(self) -> str:
-        """Its seeds, as text."""
+        """The seeds of the group, as text."""
         shown = [printable(str(run.seed))[:20] for run in self.runs]
         return f"seed {shown[0]}" if len(shown) == 1 else f"{len(shown)} runs, seeds {', '.join(shown)}"
 
     def by_seed(self, name: str) -> dict[str, float]:
-        """A number of its runs, one a seed: a run that was repeated tells nothing about the spread."""
+        """Return a number of the group's runs by seed: a run that was repeated adds nothing to the spread."""
         return {str(run.seed): value for run in reversed(self.runs) if (value := run.numbers[name]) is not None}
 
     def values(self, name: str) -> list[float]:
-        """`by_seed` without the seeds."""
+        """Return a number of the group's runs, one a seed."""
         return list(self.by_seed(name).values())
 
     def mean(self, name: str) -> float | None:
-        """The mean of a number over seeds."""
+        """Return the mean of a number over seeds."""
         return statistics.fmean(found) if (found := self.values(name)) else None
 
     def deviation(self, name: str) -> float | None:
-        """The standard deviation of a number over seeds; None with one seed."""
+        """Return the standard deviation of a number over seeds; None with one seed."""
         return statistics.stdev(found) if len(found := self.values(name)) > 1 else None
 
 
@@ -64,12 +64,12 @@ def read_groups(folders: Sequence[Path], most: int | None = MOST_RUNS) -> list[G
 
 
 def interventions(run: LoggedRun) -> list[Any]:
-    """The events of a run but starts and checkpoints."""
+    """Return the events of a run other than starts and checkpoints."""
     return [each for each in run.record.events if each.event not in ("start", "checkpoint")]
 
 
 def shown(run: LoggedRun, option: str) -> str:
-    """The value of an option as text."""
+    """Format the value of an option."""
     value = run.options.get(option)
     if option == "cache" and value is not None and run.cache is not None:
         named = " + ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -84,14 +84,14 @@ def shown(run: LoggedRun, option: str) -> str:
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
-    """The options in which groups differ."""
+    """Return the names of the options in which groups differ."""
     names = groups[0].runs[0].compared if groups else []
     return [name for name in names if len({each.runs[0].identity(name) for each in groups}) > 1]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a group is from another one in a number."""
+    """The difference of a group from another one in a number."""
 
     mean: float
     """Over the seeds of both; of the means where they share none."""
@@ -100,14 +100,15 @@ class Difference:
 
     @property
     def beyond(self) -> bool | None:
-        """Whether it is beyond what seeds explain; None: nobody knows."""
+        """Whether the difference is beyond what seeds explain; None: unknown."""
         return None if self.half is None else abs(self.mean) > self.half
 
 
 def difference(groups: Sequence[Group], group: Group, name: str, first: Group | None = None) -> Difference | None:
-    """A group's number less that of the first one; None: nothing to compare.
+    """Compute a group's number less that of the first one; return None where they do not compare.
 
-    Nothing is where tokenizers, the texts of a test or the estimators of a validation's KL differ.
+    They do not where tokenizers, the texts of a test or the estimators of a validation's KL differ, or a number is
+    missing.
     """
     first = first or groups[0]
     own, other = group.by_seed(name), first.by_seed(name)
@@ -123,9 +124,10 @@ def difference(groups: Sequence[Group], group: Group, name: str, first: Group | 
 
 
 def t_quantile(level: float, freedom: int) -> float:
-    """The value that |t| exceeds with probability `level`, of Student's t.
+    """Return the value that |t| exceeds with probability `level`, of Student's t.
 
-    By bisection of its distribution as a function of atan(t / sqrt(freedom)) (Abramowitz & Stegun 26.7.3, 26.7.4).
+    It is found by bisection of the distribution as a function of atan(t / sqrt(freedom)) (Abramowitz & Stegun 26.7.3,
+    26.7.4).
     """
     low, high, odd = 0.0, math.pi / 2, freedom % 2
     for _ in range(60):
@@ -140,7 +142,7 @@ def t_quantile(level: float, freedom: int) -> float:
 
 
 def best_of(groups: Sequence[Group], name: str) -> Group | None:
-    """The group that is best in a number, beyond what seeds explain of its difference from each other one."""
+    """Find the group that is best in a number, beyond what seeds explain of its difference from each other one."""
     known = [(mean, group) for group in groups if (mean := group.mean(name)) is not None]
     pick = MEASURES[name].best
     if pick is None or len(known) < 2 or len(known) < len(groups):
@@ -152,8 +154,10 @@ def best_of(groups: Sequence[Group], name: str) -> Group | None:
 
 
 def cell(groups: Sequence[Group], group: Group, name: str, digits: int = 4) -> tuple[str, str, bool]:
-    """A number of a group: its mean with the deviation over seeds, how far it is from the first group, and whether
-    that is beyond what seeds explain."""
+    """Format a number of a group and its difference from the first group; return also whether seeds do not explain it.
+
+    The number is the mean with the deviation over seeds.
+    """
     mean, measure = group.mean(name), MEASURES[name]
     if mean is None:
         return "-", "", False
@@ -171,7 +175,10 @@ def cell(groups: Sequence[Group], group: Group, name: str, digits: int = 4) -> t
 
 
 def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES), digits: int = 4) -> Table:
-    """A column a group, a row an option in which they differ, or a number, and how far it is from the first group's."""
+    """Build the table of a comparison: a column a group, a row a differing option or a number.
+
+    A number has its difference from the first group's beside it.
+    """
     rows = [
         ("how it ended", *("\n".join(dict.fromkeys(run.status for run in group.runs)) for group in groups)),
         ("student", *(group.runs[0].student for group in groups)),
@@ -190,7 +197,7 @@ def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES)
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """The lines below a comparison: what a mark means, and what to be careful about."""
+    """Return the lines below a comparison: what a mark means, and what to be careful about."""
     found, others = [], len(groups) - 1
     if any(off.half is not None for each in groups[1:] for name in MEASURES if (off := difference(groups, each, name))):
         many = f", corrected for {others} comparisons (Bonferroni)" if others > 1 else ""
@@ -202,7 +209,7 @@ def notes(groups: Sequence[Group]) -> list[str]:
 
 
 def outcome(groups: Sequence[Group]) -> Iterator[str]:
-    """What a comparison shows in a sentence, by the first loss that all groups have; nothing without such a loss."""
+    """Yield a sentence on the outcome, by the first loss that all groups have; nothing without such a loss."""
     first, *others = groups
     for name in ("test_loss", "test_bits_per_byte", "best_validation_loss", "bits_per_byte"):
         known = [(each, off) for each in others if (off := difference(groups, each, name)) is not None]
@@ -222,7 +229,7 @@ def outcome(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def caution(groups: Sequence[Group]) -> list[str]:
-    """What a reader of the comparison must know: seeds, tokens, and runs that have not ended."""
+    """Return what a reader of the comparison must know: seeds, tokens, and runs that have not ended."""
     notes, others = [], len({run.tokenizer for each in groups for run in each.runs} - {None}) > 1
     if others:
         notes.append("the students have different tokenizers: bits per byte compare, losses in nats a token do not")
@@ -247,7 +254,7 @@ def caution(groups: Sequence[Group]) -> list[str]:
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Refuse to write over a file unasked, over anything else at all, and where there is no folder."""
+    """Raise UsageError if `out` exists, unless it is a file to overwrite, or if its folder does not exist."""
     if os.path.lexists(out) and (not overwrite or not out.is_file() or out.is_symlink()):
         what = "is there already; name another file, or add --overwrite" if out.is_file() else "is not a file"
         raise UsageError(f"--out {out} {what}")

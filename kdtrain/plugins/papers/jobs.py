@@ -95,22 +95,22 @@ class SweepJob:
 
     @property
     def line(self) -> str:
-        """The command, to copy."""
+        """The command line, to copy."""
         return f"kdtrain {shlex.join(self.words)}"
 
     @property
     def is_run(self) -> bool:
-        """Whether it trains a student, so that its error does not end the sweep."""
+        """Whether the job trains a student, so that its error does not end the sweep."""
         return self.words[0] == "distill"
 
     @property
     def arm(self) -> str:
-        """That of a run; the name of a cache."""
+        """The arm of a run, or the name of a cache."""
         return self.name.rpartition("/")[0] if self.is_run else self.name
 
     @property
     def done(self) -> bool:
-        """Whether it ended: a finished cache, or a run that ended by itself, diverged or by another rule of its own."""
+        """Whether the job is done: a finished cache, or a run that ended by itself, diverged or stopped by a rule."""
         if self.words[0] == "cache-teacher":
             return (self.config.out / "manifest.json").exists()
         if self.words[0] == "evaluate":
@@ -132,7 +132,7 @@ class Sweep:
 
     @property
     def folders(self) -> list[Path]:
-        """The runs that have begun."""
+        """The folders of the runs that have begun."""
         return [job.config.out for job in self.runs if (job.config.out / "environment.json").exists()]
 
     def refuse_missing(self) -> None:
@@ -143,7 +143,7 @@ class Sweep:
 
     @property
     def trial(self) -> list[SweepJob]:
-        """A job that looks at [test] and the students of runs that are to do; nothing if there is none."""
+        """A dry run of [test] with the students of runs that are not done; an empty list if there are none."""
         students = dict.fromkeys(job.config.student for job in self.runs if not job.done)
         if self.test is None or not students:
             return []
@@ -176,7 +176,7 @@ class Sweep:
 
 
 def read_sweep(file: Path, out: Path) -> Sweep:
-    """The sweep of a TOML file.
+    """Read the sweep of a TOML file.
 
     UsageError: it cannot be read, has an unknown table, or one of its commands cannot work.
     """
@@ -250,7 +250,10 @@ def read_sweep(file: Path, out: Path) -> Sweep:
 def _read(
     name: str, command: str, options: Mapping[str, Any], own: Mapping[str, Any], caches: Mapping[str, str]
 ) -> SweepJob:
-    """The job of a command. own: options that the sweep sets. caches: their places. UsageError: it cannot work."""
+    """Configure the job of a command.
+
+    own: options that the sweep sets. caches: the paths of the sweep's caches by name. UsageError: it cannot work.
+    """
     kind, given = _KINDS[command], dict(options)
     if taken := [each for each in given if each in _OURS[command]]:
         hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
@@ -273,13 +276,16 @@ def _read(
 
 
 def _first(names: list[str]) -> str:
-    """The first `_NAMED` names, and how many more there are."""
+    """Join the first `_NAMED` names, and say how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options of each arm or cache. UsageError: one is not a table, or its name is no plain name of a folder."""
+    """Return the options of each arm or cache.
+
+    UsageError: one is not a table, or its name is no plain name of a folder.
+    """
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(f"{file}: {name} in [{kind}] is not a table; write [{kind}.{name}]")
@@ -289,7 +295,7 @@ def _named(file: Path, kind: str, tables: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _grid(arm: str, options: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The arms of an arm: one for each combination of the values of options that take one and have a list."""
+    """Expand an arm: yield one arm for each combination of the values of options that take one and have a list."""
     single = {each.name for each in options_of(DistillConfig).values() if not isinstance(each.default, tuple)}
     lists = {name: value for name, value in options.items() if name in single and isinstance(value, list) and value}
     for values in itertools.product(*lists.values()):
@@ -298,7 +304,7 @@ def _grid(arm: str, options: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _flat(file: Path, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a table, those in its sections too: names of options are unique over sections.
+    """Flatten the options of a table and its sections into one: names of options are unique over sections.
 
     UsageError: there is no such section.
     """
@@ -314,7 +320,7 @@ def _flat(file: Path, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _words(kind: type, options: Mapping[str, Any]) -> Iterator[str]:
-    """Options as words of a command line."""
+    """Yield options as words of a command line."""
     known = options_of(kind)
     for name, value in options.items():
         if isinstance(value, bool):
@@ -328,12 +334,12 @@ def _words(kind: type, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 class Runner:
-    """Runs the commands of a sweep, each in a process of its own with a share of the cores.
+    """A runner of the commands of a sweep, each in a process of its own with a share of the cores.
 
-    Its block forwards the signals that ask to stop to each process exactly once: a second one would make it leave
-    without saving. A process also stops, and saves, when that of the sweep is killed.
+    Its block forwards the signals that ask to stop to each process exactly once: a second one would end it without
+    saving. A process also stops, and saves, when the process of the sweep is killed.
 
-    at_once: processes beside each other. Of one at a time the log is shown, unless `quiet`.
+    at_once: how many processes run at a time. With one at a time its log is shown, unless `quiet`.
     """
 
     _CHILD = (
@@ -389,7 +395,10 @@ class Runner:
         return (last or died) if code and self.stopped is None else ""
 
     def report(self, words: Iterable[str]) -> dict[str, Any]:
-        """What a command prints with `--json`, or the `error` that ended it. KeyboardInterrupt: a signal stopped it."""
+        """Run a command with `--json`; return what it prints, or the `error` that ended it.
+
+        KeyboardInterrupt: a signal stopped it.
+        """
         code, last, out = self._child((*words, "--json"), stdout=subprocess.PIPE)
         if self.stopped is not None:
             raise KeyboardInterrupt
@@ -477,7 +486,10 @@ def _note(sweep: Sweep, runner: Runner) -> None:
 
 
 def _as_begun(job: SweepJob) -> list[list[str]]:
-    """The options of a run in its config.toml, and those of the sweep, as words, without those that a run fills in."""
+    """Return the options of a run in its config.toml, and those of the sweep, as words.
+
+    Options that a run fills in are left out.
+    """
     tables = dict[str, dict[str, Any]]()
     with suppress(OSError, ValueError):  # it had not begun
         tables = typed(read_toml(job.config.out / "config.toml"), dict[str, dict[str, Any]])
@@ -488,7 +500,7 @@ def _as_begun(job: SweepJob) -> list[list[str]]:
 
 
 def _options_in(words: list[str], name: str) -> dict[str, str]:
-    """The values of each flag of the command called `name`; paths in the folder of its sweep begin there."""
+    """Group the words of the command called `name` by flag; paths in the folder of its sweep become relative."""
     out = words[words.index("--out") + 1].removesuffix(name) if "--out" in words[:-1] else ""
     found, last = dict[str, str](), ""
     for word in words:

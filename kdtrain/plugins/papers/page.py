@@ -66,7 +66,7 @@ def write(config: Any) -> int:
 
 
 def page(groups: Sequence[Group], title: str) -> str:
-    """The page about `groups`."""
+    """Render the page about `groups` as HTML."""
     environment = Environment(
         loader=PackageLoader("kdtrain.plugins.papers", "."),
         autoescape=True,
@@ -105,7 +105,7 @@ def page(groups: Sequence[Group], title: str) -> str:
 
 
 def cut(value: Any, most: int = _TEXT) -> Any:
-    """Text of unknown origin for the page: cut, without control characters. What is HTML already stays."""
+    """Prepare a text of unknown origin for the page: shorten it and remove control characters; leave HTML as it is."""
     if hasattr(value, "__html__"):
         return value
     text = "\n".join(map(printable, str(value)[: most + 1].split("\n")))
@@ -128,7 +128,7 @@ def _run_table(runs: Sequence[LoggedRun]) -> Table:
 
 
 def _caches(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
-    """What is known of each cache."""
+    """Describe each cache that the runs read, for the page."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
         if run.cache is None or run.cache in found:
@@ -153,7 +153,7 @@ def _caches(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
 
 
 def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a cache's description, or why there is none."""
+    """Return the parts of a cache's description, or the reason why there is none."""
     try:
         manifest = kept_manifest(str(cache.get("cache")), str(cache["digest"]))
     except (UsageError, RunError, OSError, ValueError) as error:
@@ -164,7 +164,7 @@ def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draw_reliability(groups: Sequence[Group]) -> Any:
-    """Accuracy against confidence at the last validation, the seeds of a group together; None: no run has it.
+    """Draw accuracy against confidence at the last validation, the seeds of a group together; return None without data.
 
     Bins with less than a thousandth of the tokens are left out: a few tokens make no share.
     """
@@ -186,7 +186,7 @@ def draw_reliability(groups: Sequence[Group]) -> Any:
 
 
 def _svg(made: Any, name: str) -> str:
-    """A figure as inline SVG in the colours of the page."""
+    """Render a figure as inline SVG in the colours of the page."""
     file = io.BytesIO()
     figures.save(made, file, kind="svg", salt=name, text=True, transparent=True)
     text = file.getvalue().decode()
@@ -198,7 +198,7 @@ def _svg(made: Any, name: str) -> str:
 
 
 def _prompts(runs: Sequence[LoggedRun]) -> list[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """Prompts with the last texts of the runs that have them; those that more runs have come first: they compare."""
+    """Return prompts with the last texts of the runs that have them, the prompts of most runs first: they compare."""
     texts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for run in runs:
         try:
@@ -227,7 +227,7 @@ def _interventions(runs: Sequence[LoggedRun]) -> Table | None:
 
 
 def _limits(groups: Sequence[Group]) -> list[str]:
-    """What no number above says."""
+    """List what no number on the page shows."""
     runs = [run for group in groups for run in group.runs]
     seeds = max(len({str(run.seed) for run in group.runs}) for group in groups)
     caches = len({run.cache for run in runs})

@@ -44,10 +44,10 @@ def main(config: SweepConfig) -> int:
 
 
 def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
-    """Each command; one that is to do with its `seconds` and `MiB`, None where unknown, and `how` they are known.
+    """Yield a row for each command, with `seconds`, `MiB` and their source `how` if it is to run.
 
-    A run takes what one of its arm took that ended well, or else what its `--dry-run` measures: without its cache on a
-    small one, which is made and removed, and has no epochs to count.
+    They are None where unknown. A run takes what a finished run of its arm took, or else what its `--dry-run` measures:
+    without its cache, on a small one, which is made and removed, and has no epochs to count.
     """
     known, small, jobs = dict[str, dict[str, Any]](), dict[str, str](), [*sweep.caches, *sweep.runs]
     for job in sweep.runs:
@@ -85,7 +85,7 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
 
 
 def _row(job: SweepJob) -> dict[str, Any] | None:
-    """That of a run, by the end of its log; None where there is none yet."""
+    """Return the row of a run, by the end of its log; None where there is no log yet."""
     with suppress(OSError, ValueError, UsageError):
         return run_row(job.config.out, RunRecord.read(job.config.out, 2**19))
     return None
@@ -136,7 +136,7 @@ def run(sweep: Sweep, at_once: int) -> list[Group] | None:
 
 
 def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:
-    """How the runs of a sweep are doing, a row an arm. ended: rows of runs that have ended, which are read once."""
+    """Tabulate the state of a sweep's runs, a row an arm. ended: rows of runs that have ended, which are read once."""
     rows, every = [], [0, 0, 0, 0.0]
     for arm in dict.fromkeys(job.arm for job in sweep.runs):
         jobs = [job for job in sweep.runs if job.arm == arm]

@@ -41,7 +41,7 @@ _FREE = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?|initializer_range|use_c
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the modules of a model type are, by their names in the model, or in a layer."""
+    """The roles of the modules of a model type, by their names in the model, or in a layer."""
 
     layers: str = "model.layers"
     embeddings: tuple[str, ...] = ("model.embed_tokens",)
@@ -80,11 +80,11 @@ class Roles:
     """The field of `Shape` -> the key of the configuration."""
 
     def reading_norms(self, layers: list[int]) -> list[str]:
-        """The norms of these layers whose outputs something reads, and the last."""
+        """Return the names of the norms of these layers whose outputs something reads, and of the last norm."""
         return [*(f"{self.layers}.{layer}.{name}" for layer in layers for name in self.norms), self.last_norm]
 
     def all_norms(self, layers: int) -> list[str]:
-        """Every norm over the channels."""
+        """Return the names of all norms over the channels."""
         names = (*self.norms, *self.post_norms)
         return [*(f"{self.layers}.{layer}.{name}" for layer in range(layers) for name in names), self.last_norm]
 
@@ -134,7 +134,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, roles: Roles) -> "Shape":
-        """The sizes in a configuration."""
+        """Read the sizes in a configuration."""
         found: dict[str, Any] = {name: getattr(config, key, None) for name, key in roles.sizes.items()}
         width, heads = found["width"], found["heads"]
         usual = {"neurons": 4 * width, "groups": heads, "head_dim": width // heads}
@@ -159,7 +159,7 @@ class Importance:
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays: numbers in the teacher, ascending."""
+    """The parts that stay, as indices in the teacher, ascending."""
 
     layers: list[int]
     width: Tensor
@@ -170,14 +170,14 @@ class Cut:
 
 
 def roles_of(config: PreTrainedConfig, name: str) -> Roles:
-    """The roles of a model's modules. UsageError: its type is not in the table."""
+    """Look up the roles of a model's modules. UsageError: its type is not in the table."""
     if config.model_type not in ROLES:
         raise UsageError(f"{name} is a {config.model_type}, and {', '.join(ROLES)} can be pruned")
     return ROLES[config.model_type]
 
 
 def wanted_shape(like: ModelSpec, teacher: PreTrainedConfig, name: str) -> Shape:
-    """The sizes in the spec `like`, to which `teacher`, called `name`, can be cut.
+    """Return the sizes in the spec `like`, to which `teacher`, called `name`, can be cut.
 
     UsageError: it cannot, with every reason in one line.
     """
@@ -211,7 +211,10 @@ def wanted_shape(like: ModelSpec, teacher: PreTrainedConfig, name: str) -> Shape
 
 
 def _others(like: ModelSpec, config: PreTrainedConfig, teacher: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Differences that pruning cannot make: of a [config] in all that it states, of a folder in what decides shapes."""
+    """Yield the keys that pruning cannot change, with both values.
+
+    Of a [config] these are all that it states, of a folder those that decide shapes.
+    """
     sizes = {*ROLES[teacher.model_type].sizes.values(), "model_type"}
     for key in dict.fromkeys(("vocab_size", *(("tie_word_embeddings",) if like.config is None else like.config))):
         name = type(teacher).attribute_map.get(key, key)
@@ -221,7 +224,7 @@ def _others(like: ModelSpec, config: PreTrainedConfig, teacher: PreTrainedConfig
 
 
 def pruned_config(teacher: PreTrainedConfig, like: ModelSpec, after: Shape, layers: list[int]) -> PreTrainedConfig:
-    """The teacher's configuration with the sizes `after`, and of `layers` alone."""
+    """Derive a configuration from the teacher's, with the sizes `after` and `layers` alone."""
     table, roles = plain_config(teacher), ROLES[teacher.model_type]
     # the sizes that a configuration without these keys has
     usual = {"neurons": 4 * after.width, "groups": after.heads, "head_dim": after.width // after.heads}
@@ -239,7 +242,7 @@ def pruned_config(teacher: PreTrainedConfig, like: ModelSpec, after: Shape, laye
 
 
 def choose(scores: Importance, roles: Roles, before: Shape, after: Shape) -> Cut:
-    """What of a model stays, by its scores; of equal ones the first."""
+    """Choose the parts of a model that stay, by their scores; of equal ones the first."""
     layers = list(range(before.layers))
     if after.layers < before.layers:
         assert scores.losses is not None
@@ -261,7 +264,9 @@ def _best(scores: Tensor, number: int) -> Tensor:
 
 
 def prune(teacher: PreTrainedModel, like: ModelSpec, after: Shape, cut: Cut, shares: Mapping[str, Tensor]) -> Any:
-    """A float32 model on the CPU, in evaluation mode, of what stays of `teacher`, which does not change.
+    """Build a float32 model on the CPU, in evaluation mode, from the parts of `teacher` that stay.
+
+    The teacher does not change. shares: as in `Importance`. UsageError: the teacher has a weight of no known role.
 
     shares: as in `Importance`. UsageError: the teacher has a weight of no known role.
     """
@@ -299,7 +304,10 @@ def prune(teacher: PreTrainedModel, like: ModelSpec, after: Shape, cut: Cut, sha
 
 
 def _axes(roles: Roles, module: str, leaf: str) -> tuple[str | None, ...]:
-    """What each axis of a weight is."""
+    """Name the kind of each axis of a weight, None for an axis that stays whole.
+
+    UsageError: the weight has no known role.
+    """
     if module in (roles.last_norm, *roles.norms, *roles.post_norms):
         return ("width",)
     if module in roles.uncut:
@@ -319,7 +327,7 @@ def _axes(roles: Roles, module: str, leaf: str) -> tuple[str | None, ...]:
 
 
 def _places(kind: str, cut: Cut, layer: int, before: Shape) -> Tensor:
-    """The entries of an axis that stay."""
+    """Return the indices that stay of an axis."""
     if kind in ("width", "neurons"):
         return cut.width if kind == "width" else cut.neurons[layer]
     number, numbers = torch.arange(before.head_dim), cut.groups[layer] if kind == "groups" else cut.heads[layer]

@@ -52,7 +52,7 @@ _RECORD = "kdtrain"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What scores are of; other scores are not used in their place."""
+    """The subject of scores: scores of another subject are not reused."""
 
     teacher: str
     """Digest of weights and architecture."""
@@ -65,7 +65,7 @@ class Subject:
 
     @property
     def key(self) -> str:
-        """A short name."""
+        """A short name of the subject."""
         return json_digest(asdict(self))[:12]
 
 
@@ -104,7 +104,7 @@ class Scores:
             self._read()
 
     def complete(self, teacher: LocalTeacher, reader: CacheReader, batch: int, depth: bool, shown: Any) -> None:
-        """Score what is not scored yet, a batch of sequences after the other; `depth`: the layers too.
+        """Score the missing sequences, one batch after the other; `depth`: the layers too.
 
         shown: a progress bar, over `work(depth)`.
         """
@@ -121,12 +121,15 @@ class Scores:
                 faults.point("prune.scored")
 
     def work(self, depth: bool, done: bool = False) -> int:
-        """Forwards of a sequence, in all or those that are `done`."""
+        """Count forwards of a sequence, all of them or, with `done`, those that are done."""
         passes = {"width": 1, "depth": self.shape.layers + 1 if depth else 0}
         return sum(many * (self.done[part] if done else self.subject.sequences) for part, many in passes.items())
 
     def importance(self) -> Importance:
-        """The scores of all sequences; those of layers where they are complete. RunError: one is non-finite."""
+        """Return the scores of all sequences; those of layers only where they are complete.
+
+        RunError: a score is non-finite, or no token is a label, by which layers are scored.
+        """
         count = self.subject.sequences
         assert self.done["width"] == count
         sums = {name: each.cpu() for name, each in self._sums.items()}
@@ -225,12 +228,12 @@ class Scores:
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """`wanted` of `available` rows, at equal distances."""
+    """Choose `wanted` of `available` rows, at equal distances."""
     return [row * available // wanted for row in range(wanted)]
 
 
 def texts(reader: CacheReader, rows: list[int]) -> dict[str, Tensor]:
-    """`tokens` [B, T+1], `loss_mask` [B, T] and, where the cache keeps documents apart, `segments` [B, T]."""
+    """Read `tokens` [B, T+1], `loss_mask` [B, T] and, where the cache keeps documents apart, `segments` [B, T]."""
     found = reader.text(rows)
     text = {name: torch.from_numpy(found[name].astype(np.int64)) for name in ("tokens", "segments")}
     if not reader.manifest.settings.document_mask:
@@ -239,7 +242,7 @@ def texts(reader: CacheReader, rows: list[int]) -> dict[str, Tensor]:
 
 
 def cross_entropy(teacher: LocalTeacher, text: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the cross-entropy over the labels that count, and how many these are."""
+    """Sum the cross-entropy over the labels that count, and return it with their number."""
     tokens_BT, mask_N = text["tokens"].to(teacher.device), text["loss_mask"].flatten().to(teacher.device)
     with torch.no_grad():
         hidden_BTD, _ = teacher.hidden_states(tokens_BT[:, :-1], text.get("segments"))
@@ -251,7 +254,7 @@ def cross_entropy(teacher: LocalTeacher, text: Mapping[str, Tensor]) -> tuple[Te
 
 
 def mean_loss(teacher: LocalTeacher, reader: CacheReader, sequences: int, batch: int) -> float:
-    """The mean cross-entropy on `sequences` of a split, in nats a label."""
+    """Compute the mean cross-entropy on `sequences` of a split, in nats a label."""
     rows, loss, labels = spread(len(reader), sequences), 0.0, 0
     for start in range(0, len(rows), batch):
         found = cross_entropy(teacher, texts(reader, rows[start : start + batch]))

@@ -48,7 +48,7 @@ class PushConfig(Printed):
         return {name: getattr(self, f"license_{name}") for name in LICENSES}
 
     def refuse_missing(self) -> None:
-        """UsageError: a licence is missing."""
+        """Raise UsageError if a licence is missing."""
         missing = [flag(f"license_{name}") for name, given in self.licenses.items() if not given]
         refuse(
             bool(missing),

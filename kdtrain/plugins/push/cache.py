@@ -24,7 +24,7 @@ _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "
 
 
 class Upload(NamedTuple):
-    """What is published."""
+    """The files of one upload, and what belongs to them."""
 
     files: Mapping[str, Path]
     """By their paths in the repository."""
@@ -38,7 +38,7 @@ class Upload(NamedTuple):
 
 
 def plan_cache(config: PushConfig, folder: Path, address: Address, there: bytes | None, beside: Path) -> Upload:
-    """What is published of a cache. there: the manifest in the repository. beside: a folder for card and preview.
+    """Plan the upload of a cache. there: the manifest in the repository. beside: a folder for card and preview.
 
     UsageError: it is damaged or unfinished, or the repository holds another cache.
     """
@@ -76,7 +76,7 @@ def plan_cache(config: PushConfig, folder: Path, address: Address, there: bytes 
 
 
 def _head(manifest: Manifest, outputs: str, preview: bool) -> Iterator[str]:
-    """What the hub reads of a card. outputs: the licence of the data set."""
+    """Yield the lines of a card that the hub reads. outputs: the licence of the data set."""
     teacher = str((manifest.settings.teacher or {}).get("spec"))
     yield "tags: [teacher-logits, knowledge-distillation, kdtrain]"
     if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", teacher, re.ASCII):
@@ -89,7 +89,10 @@ def _head(manifest: Manifest, outputs: str, preview: bool) -> Iterator[str]:
 
 
 def _write_preview(cache: "kd.Cache", path: Path) -> bool:
-    """Write the preview, a row a sequence, with its text, the label's log p and the best entries. False: it cannot."""
+    """Write the preview, a row a sequence, with its text, the label's log p and the best entries.
+
+    Return False if it cannot be written.
+    """
     from kdtrain.models.tokenizer import load_tokenizer
 
     try:

@@ -36,7 +36,7 @@ from kdtrain.tables import show
 
 
 class _Origin(TypedDict):
-    """What the record of an export states of its files."""
+    """The record of an export, as far as it is about its files."""
 
     files: dict[str, str]
 
@@ -97,7 +97,7 @@ def main(config: PushConfig) -> int:
 
 
 def _export_in(path: Path) -> Path:
-    """The export in a folder, or that of a run. UsageError: there is none."""
+    """Find the export in a folder, or that of a run. UsageError: there is none."""
     for folder in (path, path / "student"):
         if is_export(folder):
             return folder
@@ -107,7 +107,9 @@ def _export_in(path: Path) -> Path:
 
 
 def _plan_student(folder: Path, address: Address, there: bytes | None, names: Collection[str], beside: Path) -> Upload:
-    """What is published of a student. Files of an earlier export that this one lacks are taken out.
+    """Plan the upload of a student.
+
+    Files of an earlier export that this one lacks are removed from the repository.
 
     there: the record of the export in the repository. names: the files in it. beside: a folder for the card.
 

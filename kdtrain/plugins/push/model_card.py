@@ -31,7 +31,9 @@ _KNOWN = (
 
 
 def student_card(folder: Path, files: Collection[str]) -> str | None:
-    """The card of an export whose README.md is as it was exported; None: an earlier version wrote the whole card.
+    """Write the card of an export whose README.md is as it was exported, and return its text.
+
+    None: an earlier version wrote the whole card.
 
     files: the names in the export. UsageError, RunError: they cannot be read.
     """
@@ -86,7 +88,7 @@ def _head(page: str, recipe: Mapping[str, Mapping[str, Any]], files: Collection[
 
 
 def _hub_id(student: Any) -> str | None:
-    """The model on the hub from which the student began; None for another beginning."""
+    """Return the model on the hub from which the student began; None for another beginning."""
     try:
         source = read_spec(student).source if isinstance(student, str) else None
     except (UsageError, RunError, OSError, ValueError):
@@ -95,7 +97,7 @@ def _hub_id(student: Any) -> str | None:
 
 
 def license_lines(name: str) -> Iterator[str]:
-    """The lines of a card's head about a licence; one that the hub does not know gets a name."""
+    """Yield the lines of a card's head about a licence; one that the hub does not know gets a name."""
     name = name.lower()
     yield f"license: {name if name in _KNOWN else 'other'}"
     if name not in _KNOWN:

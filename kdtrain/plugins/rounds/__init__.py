@@ -35,14 +35,14 @@ class WriterConfig(Options):
         return self.by is not None
 
     def check(self, config: CacheTeacherConfig) -> None:
-        """UsageError: nothing is written."""
+        """Raise UsageError for --by without --generate, or with a teacher that runs elsewhere."""
         refuse(self.writes and not config.text.generate, "--by has no effect without --generate; add it")
         refuse(
             self.writes and config.remote is not None, "--by needs a teacher that runs here; leave --teacher-server out"
         )
 
     def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
-        """The teacher of a capture, with the student as its writer. UsageError: they do not fit together."""
+        """Pair the teacher of a capture with the student that writes its text. UsageError: they do not fit."""
         from kdtrain.plugins.rounds.writing import written_by
 
         assert self.by is not None
@@ -187,7 +187,7 @@ class DrawnTokens:
     """KL(q || p) from the tokens that the student drew, with --on-policy; a top-k makes it exact inside."""
 
     def __getattr__(self, name: str) -> Any:
-        """What the `Divergence` has, whose module needs torch."""
+        """Return an attribute of the `Divergence`, whose module needs torch."""
         from kdtrain.plugins.rounds.loss import SAMPLED_REVERSE_KL
 
         if name not in vars(SAMPLED_REVERSE_KL):

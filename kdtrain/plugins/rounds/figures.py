@@ -31,9 +31,9 @@ _FIRST = ("length", "ended")
 
 
 def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
-    """The numbers of a round, by the names of metrics.jsonl.
+    """Compute the numbers of a round, by their names in metrics.jsonl.
 
-    text: what the student would learn from otherwise, for the loss of its bigram.
+    text: the fixed text that the student would learn from otherwise, for the loss of its bigram.
     """
     train = cache["train"]
     whole = train.text(np.arange(len(train)))
@@ -57,7 +57,10 @@ def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
 
 
 def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float]:
-    """Means over the tokens of some rows, nats, and the standard error of the reverse KL over rows."""
+    """Average over the tokens of some rows, in nats; return the means, and the standard error of the reverse KL.
+
+    The standard error is over rows.
+    """
     rows = np.unique(np.linspace(0, len(reader) - 1, min(ROWS, len(reader))).astype(int))
     sums, ratios = torch.zeros(5, dtype=torch.float64), list[tuple[float, int]]()
     for start in range(0, len(rows), 32):
@@ -82,7 +85,7 @@ def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float]:
 
 
 def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
-    """The share of the 3-grams of texts that the same text had before."""
+    """Compute the share of the 3-grams of texts that occurred earlier in the same text."""
     again = total = 0
     for row, mask in zip(tokens_nT1[:, 1:], mask_nT, strict=True):
         text = row[mask].tolist()
@@ -92,14 +95,14 @@ def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
 
 
 def beside_first(found: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a round with those of the first that they are compared with."""
+    """Add to the numbers of a round those of the first with which they are compared."""
     beside = {f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}
     beside["rollouts/first/length"] *= found["rollouts/room"] / first["rollouts/room"]  # as --max-new-tokens grows
     return {**found, **beside}
 
 
 def refuse_collapse(found: Mapping[str, float]) -> None:
-    """RunError: by a rule below, the text of a round has collapsed."""
+    """Raise RunError if, by a rule below, the text of a round has collapsed."""
     signs = Signs(step=0, numbers=found)
     for kind, (rule, test) in RULES.items():
         if kind.startswith("rollouts-") and (text := test(signs)) is not None:
@@ -111,7 +114,7 @@ Score = Callable[[str, str, int], float]
 
 
 def load_score(name: str) -> Score:
-    """The function that `--score-with` names. UsageError: there is none."""
+    """Import the function that `--score-with` names. UsageError: there is none."""
     module, _, function = name.partition(":")
     sys.path.append(os.getcwd())  # where a console script does not look
     try:
@@ -146,7 +149,7 @@ def _pair(signs: Signs, name: str) -> tuple[float, float] | None:
 
 @Rule("lower --lr, mix with fixed text (--rollout-share 0.5), or give --max-new-tokens more room", each_step=True)
 def rollouts_length(signs: Signs) -> str | None:
-    """Texts that became much shorter or longer."""
+    """Warn of texts that became much shorter or longer."""
     if (pair := _pair(signs, "length")) is None or _SHORTER * pair[1] <= pair[0] <= _LONGER * pair[1]:
         return None
     return f"the student's texts have {pair[0]:.1f} tokens, and had {pair[1]:.1f} in the first round"
@@ -154,7 +157,7 @@ def rollouts_length(signs: Signs) -> str | None:
 
 @Rule("mix with fixed text that ends (--rollout-share 0.5), or raise --max-new-tokens", each_step=True)
 def rollouts_ended(signs: Signs) -> str | None:
-    """Texts that no longer end."""
+    """Warn of texts that no longer end."""
     if (pair := _pair(signs, "ended")) is None or pair[0] >= _ENDED * pair[1]:
         return None
     return f"{pair[0]:.1%} of the student's texts end, and {pair[1]:.1%} did in the first round"
@@ -162,14 +165,14 @@ def rollouts_ended(signs: Signs) -> str | None:
 
 @Rule("lower --lr, mix with fixed text (--rollout-share 0.5), or begin with --cold-start", each_step=True)
 def rollouts_repeat(signs: Signs) -> str | None:
-    """Texts that repeat themselves."""
+    """Warn of texts that repeat themselves."""
     share = signs.numbers.get("rollouts/repeated", 0.0)
     return None if share <= _REPEATED else f"{share:.1%} of the 3-grams of the student's texts are repetitions"
 
 
 @Rule("begin with --cold-start, or with prompts that the teacher knows", each_step=True)
 def rollouts_strange(signs: Signs) -> str | None:
-    """Texts of which the teacher knows less than a bigram of the fixed text."""
+    """Warn of texts that the teacher predicts worse than a bigram of the fixed text."""
     loss, bigram = (signs.numbers.get(f"rollouts/{name}") for name in ("teacher_loss", "bigram_loss"))
     if loss is None or bigram is None or loss <= bigram:
         return None

@@ -54,12 +54,12 @@ _STREAM = 7
 
 
 def rounds(request: PlanRequest) -> DataPlan:
-    """The text that the student writes, or that another run's student wrote."""
+    """Plan a run on text that the student writes, or that another run's student wrote."""
     return (RoundsData if request.config.plugins["rounds"].on_policy else ReplayedData)(request)
 
 
 class ReplayedData(DataPlan):
-    """The rounds of another run, validated on its fixed text."""
+    """The plan of a run on the rounds of another run, validated on its fixed text."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.config, self.run = request.config, request.config.plugins["rounds"].rollouts
@@ -92,7 +92,7 @@ class ReplayedData(DataPlan):
 
 
 def on_all(action: Any) -> Any:
-    """What `action` returns on each rank; its error is raised on all."""
+    """Run `action` on each rank and return its result; raise its error on all ranks."""
     with raise_on_all_ranks():
         return action()
 
@@ -106,7 +106,7 @@ def split_sources(
     text: dict[str, Source],
     fixed: dict[str, Source] | None,
 ) -> dict[str, Source]:
-    """The splits of a run; validation is of the fixed cache if there is one, else of the text of the prompts."""
+    """Make the splits of a run; validation is of the fixed cache if there is one, else of the text of the prompts."""
     tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
     beside = fixed or (text if shape.cold else None)
     given, score = config.plugins["rounds"], None
@@ -129,7 +129,7 @@ def split_sources(
 
 
 class RoundsData(DataPlan):
-    """What the student writes behind the prompts of --data, alone or beside --cache."""
+    """The plan of a run on text that the student writes behind the prompts of --data, alone or beside --cache."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.config, self.device = request.config, request.device
@@ -150,14 +150,14 @@ class RoundsData(DataPlan):
         self.text.refuse_no_rows()
 
     def _codec(self) -> CodecSpec:
-        """What is kept of the teacher. UsageError: it has not so many entries."""
+        """Return the codec of the rounds. UsageError: the teacher has fewer entries than --top-k."""
         given: CodecConfig = self.given
         if given.top_k > self.teacher.vocab_size:
             raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {self.teacher.vocab_size}")
         return replace(CodecSpec.requested(given, self.teacher.vocab_size), written=True)
 
     def _facts(self, identity: str, tokenizer: Path | None) -> Facts:
-        """Of the rollouts. UsageError: fixed text does not fit beside them."""
+        """Describe the rollouts. UsageError: fixed text does not fit beside them."""
         codec, span = self.codec, stated_range(self.codec)
         theirs = self.teacher.tokenizer
         found = Facts(
@@ -239,7 +239,7 @@ class RoundsData(DataPlan):
 
 
 class RoundWriter:
-    """Writes the rounds of a run: `source.Writer`."""
+    """The `source.Writer` of a run."""
 
     def __init__(self, data: RoundsData, prompts: LocalCache, shape: StreamShape, facts: Facts) -> None:
         self.data, self.prompts, self.shape, self.facts = data, prompts, shape, facts
@@ -265,7 +265,10 @@ class RoundWriter:
         self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
-        """As `source.Writer`; a round of other weights stays, and the next attempt begins."""
+        """Return True if this attempt may be written, as `source.Writer` has it.
+
+        The folder of a round by other weights stays, and the next attempt begins.
+        """
         if not folder.exists() or holds_nothing(folder):
             return True
         return (folder / SETTINGS).exists() and CacheSettings.stored(folder) == self._settings(number, attempt)[
@@ -273,7 +276,7 @@ class RoundWriter:
         ].to_json()
 
     def write(self, number: int, attempt: int, folder: Path) -> Mapping[str, float]:
-        """As `source.Writer`."""
+        """Write the round, as `source.Writer` has it."""
         started = time.monotonic()
         settings, how = self._settings(number, attempt)
         stopped = asked_to_stop if world_size() == 1 else lambda: False
@@ -304,7 +307,7 @@ class RoundWriter:
             publish_json(folder / SHAPE, {"identity": self.facts.identity, "shape": asdict(self.shape)}, "rounds.shape")
 
     def _settings(self, number: int, attempt: int) -> tuple[CacheSettings, Writing]:
-        """Those of a round by the student as it is."""
+        """Return the settings of a round by the student with its present weights."""
         place, base = self.shape.cold + (number - 1) * self.shape.sequences, self.prompts.manifest.settings
         policy = {
             "spec": str(self.config.student),
@@ -334,14 +337,14 @@ class RoundWriter:
         return settings, how
 
     def _length(self, number: int) -> int:
-        """Tokens that the student writes at most in a round, which grow evenly to the last one."""
+        """Return the most tokens that the student writes in a round; they grow evenly to the last round."""
         first, last = self.given.lengths
         sequences = total_steps(self.config, self.shape.rows) * self.config.batch_size - self.shape.cold
         rounds = max(1, -(-sequences // self.shape.sequences))
         return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
 
     def _rows(self, number: int, split: str, how: Writing) -> Iterator[PackedRow]:
-        """The prompts of a round, those of one length together."""
+        """Yield the prompts of a round, those of one length together."""
         reader = self.prompts[split]
         rows = np.arange(len(reader))
         if split == "train":
@@ -356,6 +359,6 @@ class RoundWriter:
 
 
 def _stop_together(done: int, total: int | None) -> None:
-    """Called before each batch, on every rank. Interrupted: a stop was requested on one."""
+    """Raise Interrupted on every rank if a stop was requested on one; called before each batch."""
     if all_reduce_max(int(asked_to_stop())):
         raise Interrupted

@@ -50,7 +50,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """Which places of the stream are of which round; `rollouts.json` of a run holds it."""
+    """The shape of the stream: which places are of which round; `rollouts.json` of a run holds it."""
 
     rows: Annotated[int, Meta(ge=1, lt=STRIDE)]
     """Prompts in a round."""
@@ -63,26 +63,26 @@ class StreamShape:
     """A fraction, such as 1/2."""
 
     def round_of(self, place: int) -> int:
-        """The round of a place, from 1; 0 of a cold one."""
+        """Return the round of a place, from 1; 0 for a cold place."""
         return 0 if place < self.cold else (place - self.cold) // self.sequences + 1
 
     def before(self, places: np.ndarray | int) -> Any:
-        """How many rollouts lie before a place."""
+        """Count the rollouts before a place."""
         share = Fraction(self.share)
         return np.maximum(np.asarray(places) - self.cold, 0) * share.numerator // share.denominator
 
 
 class Writer(Protocol):
-    """Writes a round, on all ranks."""
+    """A writer of rounds, on all ranks."""
 
     def meet(self, student: Any, teacher: Any) -> None: ...
 
     def write(self, number: int, attempt: int, folder: Path) -> Mapping[str, float]:
-        """Write what is missing; return numbers for the log. Interrupted: a stop was requested."""
+        """Write the missing parts of a round; return numbers for the log. Interrupted: a stop was requested."""
         ...
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
-        """Whether the folder is free, or holds this round by these weights; called on rank 0 alone."""
+        """Return True if the folder is free, or holds this round by these weights; called on rank 0 alone."""
         ...
 
 
@@ -106,7 +106,7 @@ class Fixed:
         meet_source(self.source, student, teacher)
 
     def taught_by(self, teacher: Any, device: Any) -> "Fixed":
-        """Itself."""
+        """Return this source: it has targets."""
         return self
 
     def read(self, indices: np.ndarray) -> Batch:
@@ -155,26 +155,26 @@ class Rounds:
         self._digests = dict[Path, str]()
 
     def __len__(self) -> int:
-        """An epoch: a round, or beside fixed text a pass over that."""
+        """Return the length of an epoch: a round, or beside fixed text a pass over that."""
         if self.fixed is None or not (share := 1 - Fraction(self.shape.share)):
             return self.shape.rows
         return max(1, round(len(self.fixed) / share))
 
     def meet(self, student: Any, teacher: Any) -> None:
-        """Hand both to who writes."""
+        """Hand student and teacher to the writer and to the fixed text."""
         if self.writer is not None:
             self.writer.meet(student, teacher)
         if self.fixed is not None:
             meet_source(self.fixed, student, teacher)
 
     def taught_by(self, teacher: Any, device: Any) -> "Rounds":
-        """Itself: what the teacher answered is in the rounds."""
+        """Return this source: the teacher's targets are in the rounds."""
         return self
 
     # The stream ------------------------------------------------------------------------------------------------------
 
     def order(self, seed: int) -> Order:
-        """The stream above; a rank reads its part of a step round by round."""
+        """Return the order of the stream above; a rank reads its part of a step round by round."""
         return Order(partial(self._places, seed), lambda found: found[np.argsort(found // STRIDE, kind="stable")])
 
     def _places(self, seed: int, start: int, size: int) -> np.ndarray:
@@ -190,7 +190,7 @@ class Rounds:
         return found
 
     def _rollout(self, seed: int, place: int) -> int:
-        """The index of the rollout at a place."""
+        """Return the index of the rollout at a place."""
         shape, now = self.shape, self.shape.round_of(place)
         offset = int(shape.before(place)) - int(shape.before(shape.cold + (now - 1) * shape.sequences))
         mixed = min(shape.stale, now - 1) + 1
@@ -214,7 +214,7 @@ class Rounds:
         return found if found.get("rollouts/round") else {}
 
     def _begin(self, number: int) -> dict[str, float]:
-        """Have a round, and return its numbers; every rank calls it. RunError: it collapsed, or is not there."""
+        """Begin a round and return its numbers; every rank calls it. RunError: it collapsed, or does not exist."""
         attempt = on_main(lambda: self._attempt(number))
         folder, spent = self._folder(number, attempt), dict[str, float]()
         if self.writer is not None:
@@ -232,7 +232,7 @@ class Rounds:
         return {**numbers, **scores, **spent, "rollouts/attempt": float(attempt)}
 
     def _first(self, numbers: dict[str, float]) -> dict[str, float]:
-        """The numbers of the first round of the run."""
+        """Return the numbers of the first round of the run."""
         if self.first is None:
             earliest = min(self.rounds)
             path = self._folder(earliest, self.rounds[earliest])
@@ -240,7 +240,10 @@ class Rounds:
         return self.first
 
     def _attempt(self, number: int) -> int:
-        """The attempt of a round that begins: ours, or of a replay the next one that is there. RunError: none is."""
+        """Find the attempt of a round that begins: ours, or in a replay the next one that is there.
+
+        RunError: none is.
+        """
         if self.writer is not None:
             return next(
                 each for each in count(self.attempt) if self.writer.begun(number, each, self._folder(number, each))
@@ -286,15 +289,15 @@ class Rounds:
     # What a checkpoint holds -----------------------------------------------------------------------------------------
 
     def state_dict(self, sequences: int) -> dict[str, Any]:
-        """The attempt, and [number, attempt] of each round that the first `sequences` places are read from."""
+        """Return the attempt, and [number, attempt] of each round that the first `sequences` places are read from."""
         last = self.shape.round_of(sequences - 1) if sequences else 0
         rounds = [[number, attempt] for number, attempt in sorted(self.rounds.items()) if number <= last]
         return {"attempt": self.attempt, "rounds": rounds, "sha256": self._digest(rounds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to these rounds; later ones that were read are left behind, and what follows is another attempt.
+        """Restore these rounds; later ones that were read are left behind, and the next rounds are of another attempt.
 
-        ValueError: it is no such state, or the rounds are others.
+        ValueError: it is not such a state, or the rounds differ.
         """
         saved = typed(state, _State)
         found = dict[int, int](saved.rounds)  # type: ignore[arg-type]
@@ -307,7 +310,7 @@ class Rounds:
         self.rounds, self.first = found, None
 
     def _digest(self, rounds: Iterable[list[int]]) -> str:
-        """Over the digests of rounds; `missing` where one is not there."""
+        """Compute a digest over the digests of rounds; return `missing` where one is not there."""
         sha = hashlib.sha256()
         for number, attempt in rounds:
             path = self._folder(number, attempt)
@@ -327,9 +330,10 @@ class _State:
 
 
 def _baseline(reader: CacheReader) -> float:
-    """What takes most of the noise from a sum of (d - b) grad log q, d = log q - log p, over the tokens of some rows.
+    """Compute the baseline b that reduces the variance of a sum of (d - b) grad log q most, d = log q - log p.
 
-    The mean of d as they were written, each by (1 - q)^2: the square of the gradient in its own logit.
+    It is computed over the tokens of some rows: the mean of d as they were written, each by (1 - q)^2, the square of
+    the gradient in its own logit.
     """
     rows = np.unique(np.linspace(0, len(reader) - 1, min(_BASELINE_ROWS, len(reader))).astype(int))
     batch = reader.read(rows.tolist())

@@ -15,7 +15,9 @@ from kdtrain.training.observers import Observer, StepView
 
 
 class Weights(Observer):
-    """Adds mean weight (1 in expectation), effective share of the samples and share truncated to a step's numbers.
+    """An observer of the importance weights, whose figures it adds to a step's numbers.
+
+    The figures are the mean weight (1 in expectation), the effective share of the samples and the truncated share.
 
     every: steps between two measurements.
     """

@@ -59,7 +59,10 @@ class Interrupted(Exception):
 
 @torch.no_grad()
 def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
-    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training; the student is in evaluation mode."""
+    """Compute the labels' log p [B, T] at T = 1, fp32, by the forward of training.
+
+    The student is in evaluation mode.
+    """
     tokens_BT1 = tokens_BT1.to(student.device)
     mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     hidden_ND = student.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
@@ -72,7 +75,7 @@ def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
 
 
 class RolloutAnswers(ShardAnswers):
-    """What a student writes behind the prompts of a batch, scored by its teacher's own answers.
+    """Answers with text that a student writes behind the prompts of a batch, scored by the teacher's own answers.
 
     Args:
         student: as it is; its mode is left as it was.
@@ -102,7 +105,7 @@ class RolloutAnswers(ShardAnswers):
         """The largest difference, nats, between log p at the draw and by the forward of training."""
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
+        """Write and score rows, as `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
         with self._timed("writing"):
             found, drawn_BT = self._continued(rows)
         with self._timed("scoring"):
@@ -112,7 +115,7 @@ class RolloutAnswers(ShardAnswers):
         return found, lambda: kept
 
     def _kept(self, rows: ShardRows) -> Arrays:
-        """What is kept of written rows, both sides; a row with a non-finite log p of the student's is broken."""
+        """Score written rows by both sides; a row with a non-finite log p of the student's is broken."""
         student, parts = self._student, list[Arrays]()
         training = student.training
         student.eval()
@@ -134,7 +137,7 @@ class RolloutAnswers(ShardAnswers):
         return {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
 
     def _continued(self, rows: ShardRows) -> tuple[ShardRows, np.ndarray]:
-        """The rows with what the student wrote, and its log p [B, T] at each draw."""
+        """Continue the prompts by the student; return the rows, and its log p [B, T] at each draw."""
         how, student, ends = self._how, self._student, list(self._how.end_tokens)
         assert how.policy is not None
         name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
@@ -187,7 +190,7 @@ class Inserted:
         return len(self.tokens)
 
     def put(self, rows: ShardRows) -> ShardRows:
-        """The teacher's rows: longer by these tokens, which do not count."""
+        """Insert these tokens in rows, for the teacher; they do not count in the loss."""
         size = len(rows)
         between = np.broadcast_to(np.array(self.tokens, rows.tokens.dtype), (size, len(self)))
         tokens = np.concatenate([rows.tokens[:, : self.at], between, rows.tokens[:, self.at :]], 1)
@@ -196,7 +199,7 @@ class Inserted:
 
 
 def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
-    """The tokens of a system prompt in the teacher's chat template, or of plain text of a beginning.
+    """Encode a system prompt as the teacher's chat template has it, or a plain text that begins each row.
 
     UsageError: the template does not put a system prompt before the same turns, or rows become too long.
     """
@@ -240,11 +243,11 @@ class WrittenByStudent:
         return f"{self.teacher}, on what {self.policy['spec']} writes"
 
     def write(self, how: Writing) -> None:
-        """Have the student continue prompts. UsageError: both end their texts by different tokens."""
+        """Let the student continue prompts. UsageError: teacher and student end their texts by different tokens."""
         self.writing = replace(how, policy=self.policy, end_tokens=common_ends(self.student, how, self.tokenizer))
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """The teacher's own, on the student's text."""
+        """Return the teacher's answers on the student's text."""
         assert self.writing is not None
         answers = RolloutAnswers(
             self.student, self.writing, self.teacher.answers(settings), self.scored, more=self.more
@@ -255,9 +258,10 @@ class WrittenByStudent:
 
 
 def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a text of either, of which one must be of both; log what of `generation_config` is not used.
+    """Return the tokens that end a text of either side; log the settings of `generation_config` that are not used.
 
-    UsageError: there is none: the teacher would give the student's end no probability, and end at another.
+    One of them must end the texts of both. UsageError: none does: the teacher would give the student's end no
+    probability, and end at another.
     """
     settings = getattr(student.model.model, "generation_config", None)
     own = end_tokens(settings)
@@ -277,7 +281,7 @@ def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ..
 def written_by(
     name: str, teacher: Any, device: torch.device, data: DataConfig, scored: int, system: str | None
 ) -> WrittenByStudent:
-    """The teacher, with the student `name` (a run, a checkpoint, an export, a hub id) as the writer of its text.
+    """Combine the teacher with the student `name` (a run, a checkpoint, an export, a hub id), which writes its text.
 
     UsageError: the student has another tokenizer, or cannot read sequences of this length.
     """

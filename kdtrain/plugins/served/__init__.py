@@ -13,14 +13,14 @@ register_section("server", {"distill": RunServerConfig, "cache-teacher": ServerC
 
 
 def served(spec: Any, device: Any, mode: str) -> Any:
-    """An inference server, by its most likely entries (--teacher-server)."""
+    """Open the teacher on an inference server, known by its most likely entries (--teacher-server)."""
     from kdtrain.plugins.served.teacher import ServedTeacher
 
     return ServedTeacher(spec, device, mode)
 
 
 def served_data(request: Any) -> Any:
-    """A server's answers, cached in the run's folder while the run reads them."""
+    """Plan a run on a server's answers, cached in the run's folder while the run reads them."""
     from kdtrain.plugins.served.data_plan import ServedData
 
     return ServedData(request)

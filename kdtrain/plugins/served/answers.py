@@ -47,11 +47,11 @@ IMPOSSIBLE = -1000.0
 
 
 class Wrong(Exception):
-    """An answer that cannot be right, in words; the request is sent again, a few times."""
+    """An answer that cannot be right, with the reason in words; the request is sent again, a few times."""
 
 
 class Entry(msgspec.Struct, gc=False):
-    """An entry of a table."""
+    """One entry of a table: a token's log p, rank and text."""
 
     logprob: float
     rank: int | None = None
@@ -79,7 +79,7 @@ class Choice(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Span:
-    """Some tokens of a row, as one prompt."""
+    """Tokens of a row that are sent as one prompt."""
 
     split: str
     row: int
@@ -94,7 +94,7 @@ class Span:
     """Of its tokens, how many the server wrote: only these are kept."""
 
     def __len__(self) -> int:
-        """Its positions, n."""
+        """Return the number of positions, n."""
         return len(self.tokens) - 1
 
     def __str__(self) -> str:
@@ -102,7 +102,9 @@ class Span:
 
 
 class Answers:
-    """The most likely entries of each position, which every server gives; a subclass asks for something else.
+    """A request for the most likely entries of each position, which every server gives.
+
+    A subclass requests something else.
 
     codec: of the cache. seed: of its samples.
     """
@@ -111,43 +113,46 @@ class Answers:
         self.codec, self.seed = codec, seed
 
     def parameters(self, span: Span) -> dict[str, Any]:
-        """What a request has besides the model, the prompt and the temperature."""
+        """Return the parameters of a request besides the model, the prompt and the temperature."""
         return {"prompt_logprobs": self.codec.top_k}
 
     def read(self, span: Span, lists: Lists) -> Arrays:
-        """What a cache keeps of the n positions, arrays [n, ...] as `codec.encode` makes them.
+        """Read the arrays of n positions [n, ...] that a cache keeps, as `codec.encode` makes them.
 
         lists: as many as tokens, the first one None. Wrong: they cannot be the teacher's.
         """
         return keep(*read_top(span.tokens, lists, self.codec.top_k, self.codec.vocab_size), self.codec)
 
     def blank(self, number: int) -> Arrays:
-        """The arrays [n, ...] of positions that no label of the loss has, and that were not requested: even ones."""
+        """Return the arrays [n, ...] of positions that were not requested: equal entries.
+
+        No label of the loss is there.
+        """
         entries = self.codec.top_k
         ids_nK = np.repeat(np.arange(entries)[None], number, 0)
         return keep(ids_nK, np.full(ids_nK.shape, np.nan), np.full(number, np.nan), self.codec)
 
     def distance(self, one: Arrays, other: Arrays) -> float:
-        """How far two answers about the same positions are apart, in nats; see `apart`."""
+        """Compute the distance of two answers about the same positions, in nats; see `apart`."""
         return apart(*((each["ids"], each["logprobs"]) for each in (one, other)))
 
 
 class Sampled(Answers):
-    """Samples that the engine took of its own logits, with `kdtrain.plugins.served.vllm_plugin`."""
+    """A request for samples, drawn by the engine from its own logits with `kdtrain.plugins.served.vllm_plugin`."""
 
     def parameters(self, span: Span) -> dict[str, Any]:
-        """The grid of the samples."""
+        """Return the parameters of a request for samples: their grid."""
         return {"prompt_logprobs": 0, "vllm_xargs": self._request(span).to_args()}
 
     def read(self, span: Span, lists: Lists) -> Arrays:
-        """What a cache keeps. Wrong: a receipt is missing, or the samples cannot be."""
+        """Read the samples that a cache keeps. Wrong: a receipt is missing, or the samples cannot be."""
         try:
             return read_samples(lists, span.tokens, self._request(span), self.codec)
         except ValueError as problem:
             raise Wrong(str(problem)) from None
 
     def blank(self, number: int) -> Arrays:
-        """Positions that were not requested: entry 0 alone."""
+        """Return the arrays of positions that were not requested: entry 0 alone."""
         ids_nD = np.full((number, self.codec.num_samples), self.codec.absent, self.codec.id_dtype)
         counts_nD = np.zeros(ids_nD.shape, np.uint8)
         ids_nD[:, 0], counts_nD[:, 0] = 0, self.codec.num_samples
@@ -157,7 +162,7 @@ class Sampled(Answers):
         return {**numbers, "ids": ids_nD, "counts": counts_nD}
 
     def distance(self, one: Arrays, other: Arrays) -> float:
-        """The root of the mean square of the differences of log p of the labels, and of E[log p], in nats."""
+        """Compute the root mean square of the differences of the labels' log p, and of E[log p], in nats."""
         pairs = ((each["label_logprob"], each["tail"][:, 1]) for each in (one, other))
         return float(np.sqrt(np.square(np.subtract(*map(np.stack, pairs))).mean()))
 
@@ -168,12 +173,12 @@ class Sampled(Answers):
 
 
 def answers_of(codec: CodecSpec, seed: int = 0) -> Answers:
-    """How the distributions of a cache are requested."""
+    """Choose how to request the distributions of a cache."""
     return (Sampled if codec.num_samples else Answers)(codec, seed)
 
 
 def text_parameters(prompt: Span, answers: Answers, how: Writing) -> dict[str, Any]:
-    """What a request to continue a prompt has besides the model and the prompt."""
+    """Return the parameters of a request to continue a prompt, besides the model and the prompt."""
     return {
         **({} if answers.codec.num_samples else {"logprobs": answers.codec.top_k}),
         "max_tokens": prompt.room,
@@ -192,9 +197,10 @@ def text_parameters(prompt: Span, answers: Answers, how: Writing) -> dict[str, A
 
 
 def read_text(prompt: Span, answers: Answers, how: Writing, choice: Choice) -> tuple[Span, Arrays | None]:
-    """A prompt with the text of an answer, and what a cache keeps of the text; None: the server must score it.
+    """Read the text of an answer; return the prompt with it, and its arrays for the cache, None if it must be scored.
 
-    Wrong: it cannot be what was requested. RunError: it ends with an end token that is not known here.
+    It is scored by another request. Wrong: it cannot be what was requested. RunError: it ends with an end token that is
+    not known here.
     """
     ids, ends = choice.token_ids or [], how.end_tokens
     if not ids:
@@ -234,7 +240,7 @@ def _table(found: Mapping[str, float] | None) -> dict[int, Entry] | None:
 def read_top(
     tokens: Sequence[int], lists: Lists, entries: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids and log p [n, K] of a prompt's tables, most likely first, and log p [n] of the labels.
+    """Read a prompt's tables: ids and log p [n, K], most likely first, and log p [n] of the labels.
 
     Wrong: they cannot be a teacher's.
     """
@@ -283,9 +289,9 @@ def read_top(
 
 
 def apart(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> float:
-    """The root of the mean square of the differences of log p between two lists of entries [n, K] each, in nats.
+    """Compute the root mean square of the differences of log p between two lists of entries [n, K] each, in nats.
 
-    An entry that the other list has not is at most as likely as its last one, and differs by at least that.
+    An entry that the other list lacks is at most as likely as its last one, and differs by at least that.
     """
     (ids_nK, one_nK), (others_nK, other_nK) = one, other
     if ids_nK.shape != others_nK.shape:
@@ -301,7 +307,7 @@ def apart(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarra
 
 
 def spans_of(split: str, row: int, tokens: np.ndarray, counted: np.ndarray, segments: np.ndarray | None) -> list[Span]:
-    """The prompts of a row [T+1]: one, or one a document, each up to its last label of the loss.
+    """Cut a row [T+1] into prompts: one, or one a document, each up to its last label of the loss.
 
     counted: bool [T], labels of the loss. segments: [T], number of the document; None: all see each other.
     """

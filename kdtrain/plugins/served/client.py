@@ -60,7 +60,7 @@ _HTML = "a page of HTML"
 
 
 class Refused(Exception):
-    """A final answer: a code, and the server's words."""
+    """A refusal, which is final: a code, and the server's words."""
 
     def __init__(self, code: int, words: str) -> None:
         super().__init__(words := quoted(words))
@@ -68,7 +68,7 @@ class Refused(Exception):
 
 
 class Unanswered(RunError):
-    """No server answered any of the attempts. problem: without what to do."""
+    """A failure of all attempts to get an answer. problem: the reason, without what to do."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; what is here stays: run the same command again")
@@ -76,7 +76,7 @@ class Unanswered(RunError):
 
 
 class Usage(msgspec.Struct):
-    """What a request cost."""
+    """The cost of a request, in tokens."""
 
     prompt_tokens: int | None = None
 
@@ -100,7 +100,7 @@ class _Error(msgspec.Struct):
 
 @dataclass
 class Host:
-    """A server."""
+    """A server, and its state."""
 
     url: str
     """Of its API, with /v1 at the end."""
@@ -119,7 +119,7 @@ class Host:
 
 
 class Client:
-    """Requests to some servers of one model.
+    """A client of some servers of one model.
 
     Args:
         urls: their addresses.
@@ -147,11 +147,14 @@ class Client:
                 )
 
     def get(self, host: Host, url: str, kind: type[T], tries: int = WRONG) -> T:
-        """A small record. Refused: by the server. RunError: it does not answer, or `tries` times not with a `kind`."""
+        """Get a small record.
+
+        Refused: by the server. RunError: it does not answer, or `tries` times not with a `kind`.
+        """
         return self._ask(lambda host: _typed(self._exchange(host, url, None, SMALL), kind), host, tries)[0]
 
     def complete(self, body: dict[str, Any], read: Callable[[Choice], T], host: Host | None = None) -> tuple[T, Host]:
-        """What `read` makes of the answer of a server to a prompt, and the server.
+        """Request the answer of a server to a prompt; return what `read` makes of it, and the server.
 
         read: raises `Wrong` for an answer that cannot be right. host: which server; None: one that is free.
 
@@ -212,7 +215,10 @@ class Client:
 
     @contextmanager
     def working(self, jobs: Iterable[Callable[[], T]]) -> Iterator[list["Future[T]"]]:
-        """Do the jobs, in order, as many at once as `concurrency`. The first error is all's, and the last request."""
+        """Run the jobs, in order, as many at once as `concurrency`.
+
+        The first error is raised by all jobs, and ends all requests.
+        """
         waiting = deque((Future[T](), job) for job in jobs)
         futures, broken = [future for future, _ in waiting], list[BaseException]()
 
@@ -240,7 +246,10 @@ class Client:
             waiting.clear()
 
     def _take(self, wanted: Host | None) -> Host:
-        """The server of the next request, when its rest is over."""
+        """Choose the server of the next request, and wait until its rest is over.
+
+        RunError: the answer is no longer wanted.
+        """
         with self._lock:
             now = time.monotonic()
             best = wanted or min(self.hosts, key=lambda each: (max(now, each.rests_until), each.busy))
@@ -250,7 +259,7 @@ class Client:
         return best
 
     def _rest(self, host: Host, problem: Passing) -> float:
-        """Let a server rest after a failure; the seconds of it."""
+        """Let a server rest after a failure; return the seconds of the rest."""
         with self._lock:
             now = time.monotonic()
             if host.rests_until <= now:  # of several requests that fail at once, one counts
@@ -273,7 +282,7 @@ class Client:
                 host.doubted = False
 
     def _exchange(self, host: Host, url: str, content: dict[str, Any] | None, most: int) -> bytes:
-        """The body of an answer with code 200. Passing, Refused: there is none."""
+        """Send a request and return the body of an answer with code 200. Passing, Refused: there is none."""
         session, self._thread.session = getattr(self._thread, "session", None) or Session(), None
         session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
         # Proxies of the environment reach no host inside, and through http they would read the key.
@@ -315,7 +324,7 @@ class Client:
 
 
 def _key() -> str | None:
-    """The API key. UsageError: it is none, which its text must not show."""
+    """Return the API key, or None. UsageError: it cannot be a key; the message does not show its text."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise UsageError(f"{KEY} holds spaces or characters that no key has; set it to the key alone")
@@ -323,7 +332,7 @@ def _key() -> str | None:
 
 
 def quoted(text: str, most: int = _WORDS) -> str:
-    """A server's words as they are kept and shown: printable, at most so many characters, and without the API key.
+    """Clean a server's text for files and messages: printable, at most `most` characters, and without the API key.
 
     The key is found however its characters are escaped: by JSON, also twice, in an address, or in HTML.
     """
@@ -343,7 +352,7 @@ def _typed(content: bytes, kind: type[T]) -> T:
 
 
 def _words_of(content: bytes) -> str:
-    """A server's own words for an error, as they came."""
+    """Extract the message from a server's error, or return its text as it came."""
     with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         found = msgspec.json.decode(content, type=_Error).error
         return found if isinstance(found, str) else found.message

@@ -18,7 +18,7 @@ _STEPS, _MOST = 16, 256
 
 
 class ServedData(DataPlan):
-    """The answers of the teacher's servers, of which a trial requests what it reads alone."""
+    """The plan of a run on the answers of the teacher's servers; a trial requests only what it reads."""
 
     apart = True
 
@@ -45,11 +45,11 @@ class ServedData(DataPlan):
         self.facts = self.sources["train"].facts
 
     def prepare(self, resumed: bool) -> Any:
-        """As `DataPlan.prepare`."""
+        """Return the sources, as `DataPlan.prepare`."""
         return self.sources, self.sources["validation"]
 
     def cost(self, validation: int) -> Mapping[str, Any]:
-        """What the run requests meanwhile, at the rate of the trial's first sequences."""
+        """Estimate what the run requests, at the rate of the trial's first sequences."""
         rate, sequences = self.live.rate, self.live.planned + validation
         hours = round(sequences / rate / 3600, 4) if rate else None
         speed = round(rate * self.live.manifest.settings.seq_len, 1)
@@ -57,5 +57,5 @@ class ServedData(DataPlan):
         return {"server": {**found, "fingerprint of an earlier capture": "not compared"}}
 
     def finish(self) -> None:
-        """Make what is captured a whole cache."""
+        """Complete the cache of what was captured."""
         self.live.finish()

@@ -68,12 +68,15 @@ class SampleRequest(
     """Position in the row of the prompt's first token."""
 
     def to_args(self) -> dict[str, str | int]:
-        """The request's `vllm_xargs`."""
+        """Return the request's `vllm_xargs`."""
         return dict(msgspec.to_builtins(self))
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any] | None) -> Self | None:
-        """The inverse of `to_args`; None for a request that has none of its keys. ValueError: some, or wrong ones."""
+        """Read a request from its `vllm_xargs`, the inverse of `to_args`; return None without any of its keys.
+
+        ValueError: some keys are missing, or wrong.
+        """
         given = {key: value for key, value in (args or {}).items() if key.startswith("kdtrain_")}
         try:
             return typed(given, cls) if given else None
@@ -82,14 +85,14 @@ class SampleRequest(
             raise ValueError(f"kdtrain's samples are asked for by {keys} together: {error}") from None
 
     def points(self, start: int, stop: int) -> np.ndarray:
-        """fp64 [N, D]: the points of the prompt's positions `start` to `stop`."""
+        """Return the points fp64 [N, D] of the prompt's positions `start` to `stop`."""
         from kdtrain.cache.format.codec import draw_points
 
         # Only these: a grid from the row's beginning could take the memory of a server that others use.
         return draw_points(self.seed, self.split, self.row, self.first + stop, self.number, start=self.first + start)
 
     def receipts(self, start: int, stop: int) -> np.ndarray:
-        """int64 [N] in [-2**30, -1]: what shows that these positions were sampled."""
+        """Return the receipts int64 [N] in [-2**30, -1], which show that these positions were sampled."""
         from kdtrain.cache.format.codec import uniforms
 
         purpose = f"receipt {VERSION} {self.number} {SAMPLING}"
@@ -97,7 +100,7 @@ class SampleRequest(
 
 
 def sample(logits_NV: Tensor, labels_N: Tensor, request: SampleRequest, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the engine sends of the prompt's positions from `start` on: ids int32 and numbers fp32 [N, C], receipts [N].
+    """Draw the samples of the prompt's positions from `start` on: ids int32 and numbers fp32 [N, C], receipts [N].
 
     Columns: the label and its log p, three numbers under the label's id, then the entries and their counts, with the
     label and 0 in the columns left over. A position without a distribution has NaN for the label's log p.
@@ -127,12 +130,12 @@ def sample(logits_NV: Tensor, labels_N: Tensor, request: SampleRequest, start: i
 
 
 def is_sampled(receipts_N: Tensor) -> bool:
-    """True for the third tensor of `sample`, False for ranks."""
+    """Return True for the third tensor of `sample`, False for ranks."""
     return bool(receipts_N.numel()) and bool((receipts_N < 0).all())
 
 
 def entries(ids_NC: Tensor, numbers_NC: Tensor, receipts_N: Tensor) -> Iterator[tuple[int, float, int, str]]:
-    """Label, log p of it, receipt and text of each position, from what `sample` made."""
+    """Yield label, log p of it, receipt and text of each position, from what `sample` made."""
     rows = zip(ids_NC.tolist(), numbers_NC.tolist(), receipts_N.tolist(), strict=True)
     for ids, numbers, receipt in rows:
         if math.isnan(numbers[0]):
@@ -147,7 +150,7 @@ def entries(ids_NC: Tensor, numbers_NC: Tensor, receipts_N: Tensor) -> Iterator[
 def read_samples(
     answer: Sequence[Mapping[int, Any] | None], tokens: Sequence[int], request: SampleRequest, spec: CodecSpec
 ) -> dict[str, np.ndarray]:
-    """What a cache keeps (`codec.encode`) of an answer's `prompt_logprobs`: arrays [T, ...].
+    """Read an answer's `prompt_logprobs` into the arrays [T, ...] that a cache keeps (`codec.encode`).
 
     Log p of the entries, which a cache does not keep either, is log (count / D), moved as its reader moves it.
 
@@ -198,7 +201,7 @@ def read_samples(
 
 
 def _parsed(text: str, spec: CodecSpec) -> tuple[list[float], list[int], list[int]]:
-    """Slope, mean and deviation, ids and counts of a text. ValueError: they cannot be."""
+    """Parse slope, mean and deviation, ids and counts in a text. ValueError: they cannot be."""
     words = text.split(" ", _NUMBERS + spec.num_samples)
     numbers = [float(word) for word in words[:_NUMBERS]]
     pairs = [word.partition(":") for word in words[_NUMBERS:]]

@@ -52,13 +52,13 @@ class Fingerprint:
 
     @classmethod
     def take(cls, tokens: Sequence[list[int]], probes: Sequence[Probe], noise: float) -> "Fingerprint":
-        """That of the answers to `tokens`; rounded to 1e-6 nats."""
+        """Make the fingerprint of the answers to `tokens`, with log p rounded to 1e-6 nats."""
         logprobs = [np.round(logprobs_nK, 6).tolist() for _, logprobs_nK in probes]
         return cls(list(tokens), [ids_nK.tolist() for ids_nK, _ in probes], logprobs, float(f"{noise:.3g}"))
 
     @classmethod
     def from_json(cls, record: Any) -> "Fingerprint | None":
-        """The fingerprint in a record that may be a stranger's; None: it is none."""
+        """Read the fingerprint in a record that may be a stranger's; return None if it is none."""
         try:
             found = typed(record, cls)
             shapes = [(ids.shape, logprobs.shape) for ids, logprobs in found.probes]
@@ -67,15 +67,15 @@ class Fingerprint:
         return found if shapes == [((len(each) - 1, TOP),) * 2 for each in found.tokens] else None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain record."""
+        """Return a plain record for JSON."""
         return dict(vars(self))
 
     def distance(self, probes: Sequence[Probe]) -> float:
-        """The largest distance of other answers to the same probes, in nats."""
+        """Compute the largest distance to other answers to the same probes, in nats."""
         return farthest(self.probes, probes)
 
     def allowed(self, tolerance: float | None) -> float:
-        """Nats by which answers of the same teacher may differ."""
+        """Return the distance, in nats, by which answers of the same teacher may differ."""
         return tolerance or max(LEAST, FACTOR * self.noise)
 
     @property
@@ -84,10 +84,10 @@ class Fingerprint:
         return [(np.array(ids), np.array(logprobs)) for ids, logprobs in zip(self.ids, self.logprobs, strict=True)]
 
     def __str__(self) -> str:
-        """A short name, and the first probe's most likely entry."""
+        """Return a short name, and the first probe's most likely entry."""
         return f"{json_digest(self.to_json())[:8]} (log p {self.logprobs[0][-1][0]:.3f} of id {self.ids[0][-1][0]})"
 
 
 def farthest(some: Sequence[Probe], others: Sequence[Probe]) -> float:
-    """The largest distance between answers to the same probes, in nats."""
+    """Compute the largest distance between answers to the same probes, in nats."""
     return max(apart(one, other) for one, other in zip(some, others, strict=True))

@@ -43,12 +43,12 @@ _ABANDON = 5.0
 
 
 class _Abandoned(Exception):
-    """Cancels the capture thread."""
+    """The end of the capture thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """How a run captures what it reads."""
+    """The way in which a run captures what it reads."""
 
     seed: int
     """Of the run."""
@@ -67,7 +67,7 @@ class Capture:
 
 
 class _LiveReader(CacheReader):
-    """A split whose shards are waited for, and whose sequences are numbered as in the text."""
+    """A reader that waits for the shards of a split, and numbers its sequences as in the text."""
 
     def _places(self, indices: Sequence[int] | np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         if self.split == "train" and isinstance(self.remote, LiveCache):
@@ -121,9 +121,9 @@ class LiveCache(LocalCache):
     def begin(
         self, settings: CacheSettings, text: LocalCache
     ) -> tuple[CacheSettings, dict[str, Iterator[PackedRow]], Callable[[int, int | None], None]]:
-        """Called by the capture: its settings, the rows of each split in the order of the capture, and `progress`.
+        """Return the capture's settings, the rows of each split in the order of the capture, and `progress`.
 
-        text: the packed tokens, whole.
+        The capture calls it. text: the packed tokens, whole.
         """
         stated, size = text.manifest.splits, settings.sequences_per_shard
         order = {"seed": self._capture.seed, "text_sha256": stated["train"]["tokens_sha256"]}
@@ -144,7 +144,7 @@ class LiveCache(LocalCache):
         return settings, {name: rows[name] for name in ("validation", "train")}, self._progress
 
     def finish(self) -> None:
-        """Make what is captured a whole cache: the run has read all that it reads."""
+        """Complete the cache of what was captured: the run has read all that it reads."""
         with self._changed:
             self._ending, self._ahead = True, 0
             self._changed.notify_all()
@@ -194,7 +194,7 @@ class LiveCache(LocalCache):
         return record["sha256"]
 
     def state_dict(self, sequences: int) -> dict[str, Any]:
-        """The shards of the first `sequences` of the order: how many, and the digest of their digests."""
+        """Return the number of shards of the first `sequences` of the order, and the digest of their digests."""
         size, shards, digests = self.manifest.settings.sequences_per_shard, self.manifest.splits["train"]["shards"], []
         with suppress(OSError, ValueError):  # of what was left out, and so never captured
             for record in shards[: -(-sequences // size)]:
@@ -202,7 +202,7 @@ class LiveCache(LocalCache):
         return {"shards": len(digests), "sha256": hashlib.sha256(" ".join(digests).encode()).hexdigest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Warn where the shards that the run has read are not those of `state`. ValueError: it is no state."""
+        """Warn where the shards that the run has read differ from `state`. ValueError: it is not a state."""
         try:
             count = typed(state["shards"], int)
             there = self.state_dict(count * self.manifest.settings.sequences_per_shard)
@@ -212,7 +212,7 @@ class LiveCache(LocalCache):
             log.warning("%s is not what the run was trained on: the server answers for the rest again", self.folder)
 
     def ahead(self, records: Iterable[Any]) -> None:
-        """Nothing: the capture is ahead by itself."""
+        """Do nothing: the capture runs ahead by itself."""
 
     def _wait(self, there: Callable[[], bool]) -> None:
         """Wait for what the capture publishes, and begin it again where it ended before that."""
@@ -251,7 +251,7 @@ class LiveCache(LocalCache):
             self._changed.notify_all()
 
     def _ordered(self, text: CacheReader, numbers_n: np.ndarray, size: int) -> Iterator[PackedRow]:
-        """The training split in the order of the capture, each shard when it may be captured."""
+        """Yield the training split in the order of the capture, each shard when it may be captured."""
         planned = -(-self.planned // size) - 1
         for shard, first in enumerate(range(0, len(numbers_n), size)):
             path = self.folder / SHARDS / f"{shard_name('train', shard)}.json"
@@ -275,7 +275,7 @@ class LiveCache(LocalCache):
 
 
 def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:
-    """What the manifest will be, as far as it is known before the first shard, under the digest of the settings."""
+    """Predict the manifest, as far as it is known before the first shard, under the digest of the settings."""
     size, splits = settings.sequences_per_shard, dict[str, Any]()
     for split, number in sizes.items():
         shards = list[Any]()

@@ -15,7 +15,7 @@ KEY = "KDTRAIN_SERVER_KEY"
 
 
 def api_url(url: str) -> str:
-    """The address of a server's API, which ends in /v1: equal for two spellings of one."""
+    """Normalise the address of a server's API, which ends in /v1: equal for two spellings of one."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc.lower()}{path if path.endswith('/v1') else f'{path}/v1'}"
@@ -60,11 +60,11 @@ class ServerConfig(Options):
         return "served" if self.teacher_server else None
 
     def connect(self, teacher: Any, codec: CodecConfig) -> None:
-        """Tell the teacher where it runs. UsageError: the API key would be sent unencrypted."""
+        """Give the teacher the servers' addresses. UsageError: the API key would be sent unencrypted."""
         teacher.connect(self, codec)
 
     def check(self, config: CacheTeacherConfig) -> None:
-        """Refuse what a server's answers cannot do. UsageError: it is given."""
+        """Raise UsageError for options that have no effect on a server's answers."""
         if not self.teacher_server:
             return
         idle = {
@@ -103,7 +103,7 @@ class RunServerConfig(ServerConfig):
         return self.teacher_kind
 
     def check(self, config: DistillConfig) -> None:  # type: ignore[override]
-        """Refuse what a server's answers cannot do, before requests of hours. UsageError: it is given."""
+        """Raise UsageError, before requests of hours, for options that a server's answers cannot serve."""
         if not self.teacher_server:
             return
         objective = config.objective
@@ -133,7 +133,7 @@ class RunServerConfig(ServerConfig):
         )
 
     def capture(self, config: DistillConfig, **options: Any) -> CacheTeacherConfig:
-        """The capture of the server's answers for a run."""
+        """Configure the capture of the server's answers for a run."""
         assert config.teacher is not None
         samples = self.server_num_samples
         codec = CodecConfig(top_k=0 if samples else self.server_top_k, num_samples=samples or None)

@@ -64,7 +64,7 @@ class _Models(msgspec.Struct):
 
 
 class Preflight(Teacher):
-    """A teacher behind servers of one model, which looks at them, and asks them in the way that it found."""
+    """A teacher behind servers of one model, which checks them first, and sends the requests that they support."""
 
     client: Client
     server: ServerConfig | None = None
@@ -87,11 +87,11 @@ class Preflight(Teacher):
 
     @property
     def tolerance(self) -> float | None:
-        """Nats (--server-tolerance)."""
+        """The allowed distance in nats (--server-tolerance)."""
         return None if self.server is None else self.server.server_tolerance
 
     def look(self) -> tuple[dict[str, Any], Fingerprint]:
-        """What the servers tell of themselves, and the fingerprint of the first; all others have the same.
+        """Check all servers; return what they report, and the fingerprint of the first, which all must match.
 
         UsageError: a line of the list above does not hold. RunError: a server does not answer.
         """
@@ -112,12 +112,12 @@ class Preflight(Teacher):
         return facts | ({"unsteady": _BALANCER} if found.noise > UNSTEADY else {}), found
 
     def request(self, tokens: list[int], read: Any, host: Host | None, **parameters: Any) -> tuple[Any, Host]:
-        """What `read` makes of the answer about some tokens, and the server that gave it; see `Client.complete`."""
+        """Request the answer about some tokens (`Client.complete`); return what `read` makes of it, and the server."""
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **parameters}
         return self.client.complete(body, read, host)
 
     def score(self, answers: Answers, span: Span, host: Host | None = None) -> tuple[Arrays, Host]:
-        """What a cache keeps of a span, or of the text in it, and the server that gave it."""
+        """Score a span, or the text in it; return the arrays that a cache keeps, and the server."""
 
         def read(found: Choice) -> Arrays:
             arrays = answers.read(span, found.prompt_logprobs or ())
@@ -128,12 +128,12 @@ class Preflight(Teacher):
     def text(
         self, answers: Answers, prompt: Span, how: Writing, host: Host | None = None
     ) -> tuple[tuple[Span, Arrays | None], Host]:
-        """A prompt with the text that a server wrote behind it (`read_text`), and the server."""
+        """Request the text that continues a prompt; return the prompt with it (`read_text`), and the server."""
         read = partial(read_text, prompt, answers, how)
         return self.request(prompt.tokens, read, host, **text_parameters(prompt, answers, how))
 
     def probe(self, host: Host, tokens: list[list[int]], **parameters: Any) -> list[Probe]:
-        """A server's answers to probes, sent one after the other."""
+        """Request a server's answers to probes, one after the other."""
 
         def ask(each: list[int]) -> Probe:
             def read(found: Choice) -> Probe:
@@ -150,7 +150,7 @@ class Preflight(Teacher):
         self.known, self.allowed = known, max(each.allowed(self.tolerance) for each in (known, now))
 
     def verify(self, host: Host) -> None:
-        """RunError: a server is not this teacher any more."""
+        """Raise RunError if a server is not this teacher any more."""
         if self.known is None:
             return
         try:
@@ -161,7 +161,7 @@ class Preflight(Teacher):
             raise RunError(f"{different}; nothing of this shard is kept")
 
     def different(self, host: Host, probes: list[Probe]) -> str:
-        """What is wrong where the answers to the probes are another teacher's; else nothing."""
+        """Compare a server's answers with the known fingerprint; return what is wrong, or an empty text."""
         known = self.known
         assert known is not None
         if (distance := known.distance(probes)) <= self.allowed:
@@ -174,7 +174,7 @@ class Preflight(Teacher):
         )
 
     def refusal(self, host: Host | str, refused: Refused) -> str:
-        """A server's refusal in words, with the remedy."""
+        """Describe a server's refusal, with the remedy."""
         remedy = _remedy(refused) or _CODES.get(refused.code, "see the server's log")
         filled = remedy.format(entries=self.asked.codec.top_k or TOP, length=self.length + 1)
         code = f" ({refused.code})" if refused.code else ""
@@ -294,7 +294,7 @@ class Preflight(Teacher):
         log.info("server: %s gives %d samples a token, with the receipt of kdtrain's plugin", host, number)
 
     def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
-        """Ask the probes alone, after a prompt with their beginning, and among others."""
+        """Take the fingerprint: send the probes alone, after a prompt with their beginning, and among others."""
         first = self.probe(host, tokens)
         beginnings = [(each[: len(each) // 2 + 1] + each[:3])[: len(each)] for each in tokens]
         self.probe(host, beginnings)
@@ -325,7 +325,10 @@ class Preflight(Teacher):
         log.info("server: %s returns raw log-probabilities: temperature and top-p do not move them", host)
 
     def _check_written(self, host: Host, tokens: list[int], how: Writing) -> None:
-        """vLLM never processes its numbers of prompts, but may those of its own text, which samples do not use."""
+        """Raise UsageError if a server processes the log-probabilities of the text that it writes.
+
+        vLLM never processes its numbers of prompts, but may process those of its own text, which samples do not use.
+        """
         room = min(_WRITTEN, self.length - 1)
         prompt = Span("preflight", 0, 0, tokens[: self.length - room], room)
         (whole, arrays), _ = self.text(self.asked, prompt, replace(how, temperature=0.5, top_p=0.5), host)
@@ -338,7 +341,10 @@ class Preflight(Teacher):
         log.info("server: %s says of its own text what it says of a prompt, whatever the temperature", host)
 
     def _check_texts(self, host: Host) -> None:
-        """Ids are sent, so that what they mean there must be what they mean here."""
+        """Raise UsageError if a server reads ids otherwise than the local tokenizer.
+
+        Ids are sent, and must mean the same there.
+        """
         read = {i: text.strip() for i, text in self._texts.items() if text and 0 <= i < len(self.tokenizer)}
         whole = {i: text for i, text in read.items() if "\ufffd" not in text}
         wrong = [i for i, text in whole.items() if text not in _texts(self.tokenizer, i)]
@@ -353,10 +359,10 @@ class Preflight(Teacher):
 
 
 def _remedy(refused: Refused) -> str | None:
-    """What to do by a server's words; None: they are not vLLM's about its options or the request."""
+    """Find the remedy for a server's refusal; return None if it is not vLLM's about its options or the request."""
     return next((remedy for words, remedy in _REMEDIES if words in refused.words), None)
 
 
 def _texts(tokenizer: PreTrainedTokenizerFast, token: int) -> tuple[str, ...]:
-    """How a token may be written, without space around it."""
+    """Return the ways to write a token, without space around it."""
     return (str(tokenizer.decode([token])).strip(), str(tokenizer.convert_ids_to_tokens(token)).strip("\u2581\u0120 "))

@@ -57,7 +57,7 @@ _LOOKED, _ENTRIES = 64, 2**24
 
 
 class ServedTeacher(Preflight):
-    """An inference server, by the most likely entries (--teacher-server)."""
+    """A teacher on inference servers, known by its most likely entries (--teacher-server)."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         super().__init__(spec, device, mode)
@@ -85,7 +85,10 @@ class ServedTeacher(Preflight):
 
     @property
     def vocab_size(self) -> int:
-        """By `vocab_size` of the spec's options, the model's configuration, or that beside its tokenizer."""
+        """The size of the vocabulary, from the spec's options, the model's configuration, or that beside its tokenizer.
+
+        UsageError: it is unknown.
+        """
         stated = self.spec.options.get("vocab_size")
         if stated is not None:
             assert isinstance(stated, int), "__init__ has refused all others"
@@ -103,31 +106,31 @@ class ServedTeacher(Preflight):
 
     @property
     def digest(self) -> str:
-        """Of the record of who it is."""
+        """The digest of the teacher's identity."""
         return json_digest(dict(self.identity))
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The spec, the model, what the server tells of itself, and the fingerprint of its answers."""
+        """The spec, the model, what the server reports of itself, and the fingerprint of its answers."""
         assert self._identity is not None, "begin looks at the server"
         return self._identity
 
     def load(self, sharded: bool = False) -> None:
-        """Nothing is loaded here. UsageError: no server was named."""
+        """Load nothing: the model runs on the server. UsageError: no server was named."""
         if self.server is None:
             raise UsageError(f"{self.name}: give --teacher-server URL, the address of the server that runs it")
 
     def check(self, seq_len: int, document_mask: bool) -> None:
-        """Keep what decides the prompts; the server's own length is looked at by `begin`."""
+        """Keep what decides the prompts; `begin` checks the server's own length."""
         self.length = seq_len + 1
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
-        """Look at the servers, on rank 0 for all, and compare them with those of an earlier attempt.
+        """Check the servers, on rank 0 for all, and compare them with an earlier attempt.
 
-        A finished cache asks nothing of them.
+        A finished cache needs no request.
 
-        UsageError: they do not serve this teacher as it must be, or are another one. RunError: one that has answered
-            before does not answer.
+        UsageError: they do not serve this teacher as it must be, or are another one. RunError: a server that has
+        answered before does not answer.
         """
         known = None if earlier is None else Fingerprint.from_json(earlier.get("fingerprint"))
         if earlier is not None and (known is None or earlier.get("spec") != self.name):
@@ -161,16 +164,16 @@ class ServedTeacher(Preflight):
             log.warning("server: it tells %s, and told %s before; its answers are the same", told, before)
 
     def write(self, how: Writing) -> None:
-        """Have prompts continued from here on, each by a request of its own: no batch decides its bits."""
+        """Let the servers continue prompts from here on, each by a request of its own: no batch decides its bits."""
         self.writing = replace(how, batch_size=None)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """What the servers answer for each shard."""
+        """Return the answers of the servers for each shard."""
         return _ServedAnswers(self, settings)
 
 
 class _ServedAnswers(ShardAnswers):
-    """What the servers answer, shard by shard: of each row its spans, or a text behind its prompt."""
+    """The answers of the servers, shard by shard: of each row its spans, or a text behind its prompt."""
 
     def __init__(self, teacher: Preflight, settings: CacheSettings) -> None:
         self._teacher, self._settings, self._first = teacher, settings, True
@@ -185,7 +188,7 @@ class _ServedAnswers(ShardAnswers):
 
     @contextmanager
     def session(self, shard: ShardRows) -> Iterator[None]:
-        """Ask for all of a shard in the block; then ask for some again, and the probes.
+        """Request the answers of a shard in the block; then request some of them again, and the probes.
 
         RunError: the servers' answers are not those of this teacher.
         """
@@ -210,7 +213,7 @@ class _ServedAnswers(ShardAnswers):
             self._ask_again(self._given[host.url])
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """Rows, with the text that the servers wrote if they write, and what a cache keeps, once they have answered.
+        """Wait for the servers' answers; return the rows, with the text that they wrote if they write, and the arrays.
 
         RunError: no server answers, or not with what can be right.
         """
@@ -239,14 +242,14 @@ class _ServedAnswers(ShardAnswers):
         return rows, lambda: kept
 
     def _spans(self, shard: ShardRows, i: int) -> list[Span]:
-        """What is requested for row i of a shard; a prompt is what `packing.prompt_rows` makes."""
+        """List the requests for row i of a shard; a prompt is what `packing.prompt_rows` makes."""
         split, row, tokens, mask = shard.split, shard.first + i, shard.tokens[i], shard.loss_mask[i].astype(bool)
         if self.writes:
             return [Span(split, row, 0, tokens[: int(mask.argmax()) + 1].tolist(), int(mask.sum()))]
         return spans_of(split, row, tokens, mask, shard.segments[i] if self._settings.document_mask else None)
 
     def _ask(self, span: Span) -> tuple[Span, Arrays]:
-        """The answer about a span, or about the text that the server writes behind it."""
+        """Request the answer about a span, or about the text that the server writes behind it."""
         try:
             found, arrays = span, None
             if self._how is not None and span.room:
@@ -272,7 +275,7 @@ class _ServedAnswers(ShardAnswers):
                 )
 
     def _refuse_wrong_rows(self, shard: ShardRows) -> None:
-        """RunError: the entries are not about the next token, fit other rows, or are not a teacher's own.
+        """Raise RunError if the entries are not about the next token, fit other rows, or are not a teacher's own.
 
         That takes some ten rows: the last ones are looked at, with those of small shards before.
         """

@@ -83,7 +83,7 @@ def _check_request(original: Callable[..., Any], self: Any, params: Any, *args: 
 
 
 def _wanted(params: Any) -> SampleRequest | None:
-    """What a request in the engine asks for; the front end has refused wrong ones."""
+    """Read the request for samples of an engine's request; the front end has refused wrong ones."""
     try:
         return SampleRequest.from_args(params.extra_args)
     except ValueError:
@@ -131,7 +131,7 @@ def _sample_chunk(
 
 
 def _answer(chunks: Chunks) -> Any:
-    """The whole prompt as vLLM's tensors, in as many columns as the position with most entries needs."""
+    """Join the chunks of a prompt as vLLM's tensors, in as many columns as the position with most entries needs."""
     import torch
     from vllm.v1.outputs import LogprobsTensors
 
@@ -144,7 +144,7 @@ def _answer(chunks: Chunks) -> Any:
 
 
 def _version_1(original: Callable[..., Any], self: Any, hidden_ND: Any, scheduled: dict[str, int]) -> Any:
-    """Around `GPUModelRunner._get_prompt_logprobs_dict`, which does not see the requests that are sampled."""
+    """Wrap `GPUModelRunner._get_prompt_logprobs_dict`, which does not see the requests that are sampled."""
     import torch
 
     requested = {}
@@ -196,7 +196,7 @@ def _version_2(
     computed: Any,
     lengths: Any,
 ) -> Any:
-    """Around `PromptLogprobsWorker.compute_prompt_logprobs`, which does not see the requests that are sampled."""
+    """Wrap `PromptLogprobsWorker.compute_prompt_logprobs`, which does not see the requests that are sampled."""
     found = original(logits_of, hidden_ND, batch, tokens, computed, lengths)
     requested = vars(self).get(_STATE, {})
     for i, req_id in enumerate(batch.req_ids if requested else ()):

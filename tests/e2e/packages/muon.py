@@ -9,7 +9,7 @@ MOMENTUM = 0.95
 
 
 def orthogonal(matrix):
-    """Newton-Schulz iteration: the nearest orthogonal matrix, roughly."""
+    """Approximate the nearest orthogonal matrix by Newton-Schulz iteration."""
     x = matrix / (matrix.norm() + 1e-7)
     x = x.T if (tall := x.shape[0] > x.shape[1]) else x
     for _ in range(5):
@@ -38,6 +38,6 @@ class Muon(FusedAdamW):
             weight.detach().copy_(torch.where(taken, decayed - group["lr"] * update, weight.detach()))
 
     def slots(self, parameter):
-        """One momentum of a hidden matrix."""
+        """Return the shape of the one momentum of a hidden matrix."""
         role = next(each["role"] for each in self.param_groups if any(parameter is p for p in each["params"]))
         return {"momentum": parameter.shape} if role == "hidden" else super().slots(parameter)

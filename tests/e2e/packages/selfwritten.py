@@ -65,7 +65,7 @@ class SelfwrittenData(DataPlan):
 
 
 def written(facts):
-    """The facts of what a student writes behind a text: it has no teacher but an online one."""
+    """Describe what a student writes behind a text: it has no teacher but an online one."""
     none = {"targets": "none", "top_k": 0, "num_samples": 0, "teacher": {}}
     return replace(facts, name=f"{facts.name}/selfwritten", identity=f"selfwritten {facts.identity}", **none)
 

@@ -11,7 +11,7 @@ from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 @pytest.fixture(scope="module")
 def others(made):
-    """Beside the teacher of the cache: one with other weights, and one with a larger vocabulary."""
+    """Make beside the teacher of the cache one with other weights, and one with a larger vocabulary."""
     if not (made / "other").exists():
         for name, size, factor in (("other", 300, 6.6), ("wide", 320, 6.0)):
             teacher = tiny_model("llama", size, seed=1)

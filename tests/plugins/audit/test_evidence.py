@@ -41,7 +41,7 @@ each_codec = pytest.mark.parametrize("codec", SPECS)
 
 
 def draw(seed: int) -> tuple[Tensor, Tensor]:
-    """Right logits [R, T, V], and tokens [R, T + 1] drawn from them."""
+    """Draw right logits [R, T, V], and tokens [R, T + 1] from them."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2.5 * torch.randn(ROWS, T, V, generator=generator)
     labels = torch.multinomial(logits.softmax(-1).flatten(0, 1), 1, generator=generator).view(ROWS, T)
@@ -53,7 +53,7 @@ NOISE = 0.02 * torch.randn(3, *LOGITS.shape, generator=torch.Generator().manual_
 
 
 def kept(logits: Tensor, codec: str, seed: int = 0, order: np.ndarray | None = None) -> list:
-    """The targets of each row in a cache of these logits; row i has those of row `order[i]`."""
+    """Return the targets of each row in a cache of these logits; row i has those of row `order[i]`."""
     arrays = encode_sequences(logits, TOKENS[:, 1:], SPECS[codec], seed=seed, split="train", first=0)
     del arrays["broken"]
     targets = decode({name: each if order is None else each[order] for name, each in arrays.items()}, SPECS[codec])
@@ -62,7 +62,7 @@ def kept(logits: Tensor, codec: str, seed: int = 0, order: np.ndarray | None = N
 
 
 def evidence(logits: Tensor, codec: str, seed: int = 0, order: np.ndarray | None = None) -> list[Evidence]:
-    """The rows against the right teacher, whose own noise is NOISE[0]."""
+    """Score the rows by the right teacher, whose own noise is NOISE[0]."""
     number = SPECS[codec].num_samples
     found = []
     for row, targets in enumerate(kept(logits, codec, seed, order)):
@@ -173,7 +173,7 @@ def test_the_covariance_is_that_of_all_grids_and_of_independent_samples() -> Non
     expected = features(bins, logprobs, share)
 
     def covariance(points: Tensor) -> Tensor:
-        """points [n, 3, D]"""
+        """Compute the covariance of the features over points [n, 3, D]."""
         drawn = torch.stack([drawn_at(share, each) for each in points])
         away = torch.stack(
             [
@@ -233,7 +233,7 @@ def test_what_is_kept_where_no_label_counts_is_not_the_targets_of_another_row() 
 
 
 def renormalised(logits: Tensor, number: int) -> Tensor:
-    """The logits of the most likely entries alone, so that these sum to 1."""
+    """Keep the logits of the most likely entries alone, whose probabilities then sum to 1."""
     return logits.masked_fill(logits < logits.topk(number).values[..., -1:], -torch.inf)
 
 

@@ -63,7 +63,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, workshop) -> Shelf:
 
 
 def files(cache: Path) -> dict[str, bytes]:
-    """What two captures of the same have in common: all files but manifest and card."""
+    """Return what two captures of the same have in common: all files but manifest and card."""
     named = (cache_format.MANIFEST, CARD)
     paths = [path for path in cache.rglob("*") if path.is_file() and path.name not in named]
     return {str(path.relative_to(cache)): path.read_bytes() for path in paths if not path.name.startswith(".")}

@@ -14,7 +14,7 @@ SMALL = ("--num-sequences", 30, "--precision", "fp32", "--sequences-per-shard", 
 
 @pytest.fixture
 def pair(workbench):
-    """`five`, its refinement `five-more`, and `ten`, a capture of the sum."""
+    """Capture `five`, its refinement `five-more`, and `ten`, a capture of the sum."""
     if not Path("ten").exists():
         text = ("cache-teacher", "--teacher", "teacher", *workbench.text, *SMALL)
         workbench.json(*text, "--num-samples", 5, "--out", "five")

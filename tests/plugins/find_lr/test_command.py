@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """What costs most of a run of four steps is done once: its plan of memory, and the collection of what it leaves."""
+    """Do once what costs most of a run of four steps: its plan of memory, and the collection of garbage."""
     measured = {}
 
     def footprint(spec, **how):
@@ -47,7 +47,10 @@ def searched(workbench, out, *more, **how):
 
 @pytest.fixture
 def whole(workbench, monkeypatch):
-    """The record of a search in `lr` that was stopped in its seventh run, and resumed; `cut.json`: when it stopped."""
+    """Search in `lr`, stop in the seventh run and resume; return the record.
+
+    `cut.json` holds the record when it stopped.
+    """
     path = workbench.root / "lr/find-lr.json"
     if not path.exists():
         monkeypatch.setattr(faults, "_faults", {"train.after-step": ("term", "35")})
@@ -68,7 +71,7 @@ def result_of(workbench, exponent, steps=4):
 
 
 def plain(workbench, rate, steps):
-    """The last validation loss of `distill` in fewer steps than 80, half of which are its warm-up."""
+    """Return the last validation loss of `distill` in fewer steps than 80, half of which are its warm-up."""
     options = ("--lr", rate, "--warmup-steps", steps // 2, "--steps", steps)
     data = ("--cache", "cache", "--student", "student.toml", "--eval-batches", 1)
     answer = workbench.json("distill", *data, *options, *workbench.plain, "--out", f"plain-{rate:g}-{steps}")
@@ -248,7 +251,7 @@ def test_text_and_the_rows_of_another_tokenizer_are_made_once_and_move_on_from_r
 
 
 def rate_of_run(workbench, out):
-    """What the files of a run say of its rate."""
+    """Read a run's rate, where it is from, and the log, in the files of the run."""
     text = (workbench.root / out / "config.toml").read_text()
     (number,) = [line.removeprefix("lr = ") for line in text.splitlines() if line.startswith("lr = ")]
     environment = of_run(workbench, out, "environment.json")["lr"]

@@ -11,12 +11,15 @@ from kdtrain.plugins.find_lr.search import FIRST, LONGER, REACH, RUNGS, Trained,
 
 
 def bowl(at, depth=0.1):
-    """The loss of a rate whose best is at `at`; it falls with steps."""
+    """Return the loss of a rate as a function whose best rate is `at`; it falls with steps."""
     return lambda rate, rung: 4.0 - 0.5 * rung + depth * (rate - at) ** 2
 
 
 def searched(loss, parts=lambda rate, rung: (), losses=None):
-    """The losses of a whole search, and its runs in order; `losses`: those of a search that was cut short."""
+    """Search to the end; return the losses and the runs in order.
+
+    losses: of a search that was cut short.
+    """
     losses, order = losses if losses is not None else {}, []
     while (found := next_run(losses)) is not None:
         rate, rung = found
@@ -27,7 +30,7 @@ def searched(loss, parts=lambda rate, rung: (), losses=None):
 
 
 def steps(order):
-    """The steps of all runs, in those of the first rung."""
+    """Count the steps of all runs, in steps of the first rung."""
     return sum(LONGER**rung for _, rung in order)
 
 

@@ -14,7 +14,7 @@ SPECIAL = 3
 
 
 def tiny(kind="llama", vocab_size=2048, **config):
-    """A random model; its biases and norms are random too, where transformers makes them 0 and 1."""
+    """Make a random model; its biases and norms are random too, where transformers makes them 0 and 1."""
     model = tiny_model(kind, vocab_size, seed=3, **config).eval()
     rng = np.random.default_rng(0)
     for parameter in model.parameters():

@@ -41,12 +41,12 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """A right file."""
+    """Write a right file."""
     return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf", tiny())
 
 
 def refusal(path):
-    """The line by which a file is refused: within seconds, and without a model."""
+    """Return the line by which a file is refused: within seconds, and without a model."""
     began = time.monotonic()
     with pytest.raises(UsageError) as refused:
         load_teacher(read_spec(str(path)), "cpu")

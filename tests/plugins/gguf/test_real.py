@@ -76,25 +76,25 @@ PARTS += ["x=", "(", ")", "मू", "ß", "ا", "١", "²", " a", "The"]
 
 
 def texts():
-    """200 texts: whole ones, and parts in random order."""
+    """Make 200 texts: whole ones, and parts in random order."""
     rng = random.Random(0)
     return [*WHOLE, *("".join(rng.choices(PARTS, k=rng.randint(2, 14))) for _ in range(200 - len(WHOLE)))]
 
 
 @pytest.fixture(scope="module")
 def spec():
-    """The shipped teacher."""
+    """Return the spec of the shipped teacher."""
     return read_spec("smollm2-135m", "teachers")
 
 
 @pytest.fixture(scope="module")
 def teacher(spec):
-    """Its model."""
+    """Load the model of the spec."""
     return load_teacher(spec, "cpu")
 
 
 def theirs(path):
-    """What turns a text into ids in llama.cpp."""
+    """Return a function that turns a text into ids as llama.cpp does."""
     llama = pytest.importorskip("cyllama.llama.llama_cpp", reason="needs pip install --no-deps cyllama (llama.cpp)")
     model = llama.LlamaModel(path_model=str(path), params=llama.LlamaModelParams(), verbose=False)
     return lambda text: list(model.get_vocab().tokenize(text, False, False))  # a vocabulary does not hold its model

@@ -34,7 +34,7 @@ STUDENTS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with a run of each student, whose weights, biases and norms are random, and of one with adapters."""
+    """Make a folder with a model of each student, random in weights, biases and norms, and one with adapters."""
     root = tmp_path_factory.mktemp("gguf")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (root / name).write_bytes((TEACHER / name).read_bytes())
@@ -67,7 +67,7 @@ def bench(root, monkeypatch, capsys):
 
 @pytest.fixture
 def run(bench):
-    """Makes the run of a student, once."""
+    """Train a student once, and return the name of its run."""
 
     def make(name):
         student = f"{name}.toml" if name == "adapters" else name

@@ -33,7 +33,7 @@ def imported(bench) -> dict:
 
 
 def moved(bench, name: str, first: int) -> Path:
-    """The golden set, its texts without their first tokens: entry i is then about token i + 1 - `first`."""
+    """Write the golden set, its texts without their first tokens: entry i is then about token i + 1 - `first`."""
     there = parquet.read_table(GOLDEN / "plain.parquet")
     texts = [row[first:] for row in there["input_ids"].to_pylist()]
     entries = {
@@ -170,7 +170,7 @@ def test_what_cannot_be_imported_is_one_line(bench, words, message) -> None:
 
 
 def scaled() -> list[dict]:
-    """A top-k that sums to 1."""
+    """Scale a top-k so that it sums to 1."""
     golden = np.load(GOLDEN / "plain.npz", allow_pickle=False)
     texts = parquet.read_table(GOLDEN / "plain.parquet")["input_ids"].to_pylist()
     logprobs = golden["logprobs"] - np.log(np.exp(golden["logprobs"]).sum(-1, keepdims=True))

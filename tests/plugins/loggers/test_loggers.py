@@ -99,7 +99,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_after_a_new_start(t
 
 
 def distributions(module):
-    """What a run logs of a module."""
+    """Return what a run logs of a module."""
     named = dict(module.named_parameters())
     gradients = {f"gradients/{name}": each.grad for name, each in named.items() if each.grad is not None}
     return {f"parameters/{name}": each for name, each in named.items()} | gradients
@@ -107,7 +107,7 @@ def distributions(module):
 
 @pytest.fixture(scope="module")
 def wandb():
-    """The package itself, offline; its process ends with these tests."""
+    """Import the package itself, offline; its process ends with these tests."""
     wandb = pytest.importorskip("wandb")
     yield wandb
     wandb.teardown()

@@ -13,7 +13,7 @@ OPTIONS = ("--cache", "cache", "--student", "student.toml")
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Faults for the commands called in this process."""
+    """Set faults for the commands called in this process."""
 
     def ask(text):
         monkeypatch.setenv("KDTRAIN_FAULT", text)

@@ -52,7 +52,7 @@ EVALUATION = {
 
 @pytest.fixture
 def arms(tmp_path):
-    """Three seeds of two arms, and two of a third one, each with a test loss; a strange name among them."""
+    """Write three seeds of two arms, and two of a third one, each with a test loss; a strange name is among them."""
     found = []
     for arm, alpha, seeds in (("kd", 0.9, 3), ("c_e & 50%", 0.0, 3), ("few", 0.5, 2)):
         for seed in range(seeds):
@@ -116,7 +116,7 @@ def test_csv_and_the_library_hold_the_same_numbers(workbench, arms):
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A finished sweep of three arms, of which the first in its file is the last by name, tested beside a teacher."""
+    """Write a finished sweep of three arms, tested beside a teacher; the first arm in its file is the last by name."""
     names = [f"{arm}/seed-{seed}" for seed in (1, 0) for arm in ("cross-entropy", "b", "*a")]
     for name in names:
         arm, seed = name.split("/")[0], int(name[-1])
@@ -184,7 +184,10 @@ def test_a_paper_has_the_teachers_row_and_the_share_of_the_gap_that_each_arm_clo
 
 
 def width(text):
-    """Points of a cell in 8 pt Computer Modern, by the widths of its letters at 10 pt, than which it is 6 % wider."""
+    """Return the points of a cell in 8 pt Computer Modern, by the widths of its letters at 10 pt.
+
+    At 8 pt it is 6 % wider.
+    """
     metrics = Path(matplotlib.get_data_path(), "fonts/afm/cmr10.afm").read_text()
     known = {int(code): float(wide) for code, wide in re.findall(r"^C (\d+) ; WX ([\d.]+)", metrics, re.MULTILINE)}
     bold = 1.15 if "textbf" in text else 1.0

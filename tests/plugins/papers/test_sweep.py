@@ -47,7 +47,7 @@ split = "test"
 
 @pytest.fixture
 def plans(monkeypatch):
-    """The words of each command that is tried out, and what each finds: an hour and 10 MiB, for the cache 2 and 20."""
+    """Record the words of each command that is tried out, which finds an hour and 10 MiB, for the cache 2 and 20."""
     tried = []
 
     def report(runner, words):
@@ -191,7 +191,7 @@ def test_a_sweep_ends_with_0_only_where_every_run_has_a_result(
     workbench, tmp_path, monkeypatch, reasons, stopped, missing
 ):
     def run(runner, job):
-        """As if the process of a run ended for its reason."""
+        """End as if the process of a run ended for its reason."""
         if job.is_run and reasons[job.config.seed] is not None:
             write_end(job.config.out, reasons[job.config.seed])
         runner.stopped = stopped if job.name == "kd/seed-1" else None
@@ -312,7 +312,7 @@ def test_a_dry_run_of_evaluate_looks_at_students_and_text_and_measures_nothing(w
 
 @pytest.fixture
 def finished(workbench, tmp_path, monkeypatch):
-    """A sweep whose runs are those of a `Runner` that trains nothing; `call`: the sweep again, `begun`: its jobs."""
+    """Finish a sweep by a `Runner` that trains nothing; `call`: the sweep again, `begun`: its jobs."""
 
     class Finished:
         begun: ClassVar[list[str]] = []

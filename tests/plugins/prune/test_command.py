@@ -16,7 +16,10 @@ def prune(forks, like, out, *more, fault=None):
 
 @pytest.fixture(scope="module")
 def pruned(forks):
-    """`models/small`, narrower than the teacher, and what the command says of it; `models/scores-....safetensors`."""
+    """Prune to `models/small`, narrower than the teacher; return the command's JSON.
+
+    The scores stay in `models/scores-....safetensors`.
+    """
     forks.student("small", **SMALL)
     return prune(forks, "small.toml", "models/small", "--json").ok().json
 

@@ -42,7 +42,7 @@ TEACHERS = {
 
 
 def teacher_of(kind, **config):
-    """A random model of three layers, with biases and weights of norms other than 0 and 1."""
+    """Make a random model of three layers, with biases and weights of norms other than 0 and 1."""
     layers = {} if kind == "gpt2" else {"num_hidden_layers": 3}
     shape = kind if kind in SHAPES else "llama"
     epsilon = {"layer_norm_epsilon" if kind == "gpt2" else "rms_norm_eps": EPSILON}
@@ -88,7 +88,7 @@ class Reader:
 
 
 def scored(model, path, *, depth=True, batch=3, rows=7):
-    """Roles, shape and scores of a model."""
+    """Score a model; return its roles, shape and scores."""
     roles = ROLES[model.config.model_type]
     shape = Shape.of(model.config, roles)
     subject = Subject(teacher="t", cache="c", sequences=rows, precision="fp32")
@@ -99,7 +99,7 @@ def scored(model, path, *, depth=True, batch=3, rows=7):
 
 
 def choosing(roles, shape, cut):
-    """Scores by which `choose` takes `cut`."""
+    """Make scores by which `choose` takes `cut`."""
     heads, neurons = torch.zeros(shape.layers, shape.heads), torch.zeros(shape.layers, shape.neurons)
     losses, width = torch.zeros(shape.layers), torch.zeros(shape.width)
     for own, layer in enumerate(cut.layers):
@@ -110,7 +110,7 @@ def choosing(roles, shape, cut):
 
 
 def emptied(model, roles, shape, cut):
-    """`model`, in which all that `cut` leaves out contributes exactly zero."""
+    """Change `model` so that all that `cut` leaves out contributes exactly zero."""
     gone = torch.ones(shape.width, dtype=torch.bool)
     gone[cut.width] = False
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
@@ -217,7 +217,7 @@ def test_a_query_head_may_leave_its_group(tmp_path):
 
 
 def by_hand(model, tokens):
-    """The definition of each width score of a Llama, position by position, in fp64; and the shares."""
+    """Compute each width score of a Llama by its definition, position by position, in fp64; and the shares."""
     model = copy.deepcopy(model).double()
     config, backbone = model.config, model.model
     found = {}

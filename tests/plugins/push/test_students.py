@@ -17,7 +17,7 @@ from tests.web import Repository
 
 @pytest.fixture
 def run(workbench):
-    """A run of a tiny student of the tiny teacher, whose student is exported."""
+    """Train a tiny student of the tiny teacher, which is exported."""
     if not (workbench.root / "run").exists():
         argv = ("distill", "--cache", "cache", "--student", "student.toml", "--out", "run", "--steps", 2)
         workbench.json(*argv, *workbench.plain)
@@ -43,7 +43,7 @@ def test_the_student_of_a_run_is_published_whole(run, hub, private):
 
 
 def card_of(folder) -> str:
-    """What is published as the README.md of an export."""
+    """Return the text that is published as the README.md of an export."""
     return student_card(folder, [path.name for path in folder.iterdir()])
 
 

@@ -30,7 +30,7 @@ def table(seed):
 
 
 def moved(z, nats):
-    """A table whose distributions are flatter than those of z, such that KL(q || q_then) is `nats` on average."""
+    """Make a table whose distributions are flatter than those of z, such that KL(q || q_then) is `nats` on average."""
     low, high = 0.0, 1.0
     for _ in range(60):
         there = (low + high) / 2 * z
@@ -40,7 +40,7 @@ def moved(z, nats):
 
 
 def drawn(then):
-    """The prefix and the token of each row of DRAWS sequences."""
+    """Draw the prefix and the token of each row of DRAWS sequences."""
     generator, at, nodes, tokens = torch.Generator().manual_seed(1), torch.zeros(DRAWS, dtype=torch.int64), [], []
     for _ in range(LENGTH):
         token = torch.multinomial(then[at].softmax(-1), 1, generator=generator)[:, 0]
@@ -51,7 +51,7 @@ def drawn(then):
 
 
 def reached(then):
-    """The probability of each prefix."""
+    """Compute the probability of each prefix."""
     found = torch.ones(NODES, dtype=torch.float64)
     for node in range(1, NODES):
         before, token = divmod(node - 1, VOCAB)
@@ -70,7 +70,7 @@ def targets_of(p, nodes, tokens, then, spec, baseline):
 
 
 def gradients(z, p, then, divergence, spec, baseline=0.0):
-    """The prefix of each row, its gradient in the logits there, and the output."""
+    """Return the prefix of each row, its gradient in the logits there, and the output."""
     nodes, tokens = drawn(then)
     targets, baseline_N = targets_of(p, nodes, tokens, then, spec, baseline)
     hidden = z[nodes].clone().requires_grad_()
@@ -98,17 +98,17 @@ def exact(z, p, then, reverse):
 
 
 def summed(found):
-    """The mean gradient of a sequence in the table."""
+    """Average the gradient of a sequence in the table."""
     return torch.zeros(NODES, VOCAB, dtype=torch.float64).index_add_(0, found[0], found[1]) / DRAWS
 
 
 def noise(found):
-    """The trace of the covariance of a sequence's gradient."""
+    """Compute the trace of the covariance of a sequence's gradient."""
     return float((found[1] ** 2).sum() / DRAWS - (summed(found) ** 2).sum())
 
 
 def apart(found, wanted):
-    """The largest distance in standard errors, along directions in the table."""
+    """Compute the largest distance in standard errors, along directions in the table."""
     directions = torch.randn(16, NODES, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     directions[0], directions[0, 0, 0] = 0.0, 1.0
     each = torch.stack([(found[1] * way[found[0]]).sum(1).view(LENGTH, DRAWS).sum(0) for way in directions])

@@ -19,7 +19,7 @@ def shipped():
 
 @pytest.fixture(scope="package")
 def another(shipped):
-    """The shipped teacher, a little worn."""
+    """Make a teacher that differs a little from the shipped one."""
     model = load_teacher(read_spec("stdlib-5m", "teachers"), "cpu").float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -30,7 +30,7 @@ def another(shipped):
 
 @pytest.fixture(scope="package")
 def whole(shipped, tmp_path_factory):
-    """The files of the undisturbed capture, by name."""
+    """Read the files of the undisturbed capture, by name."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as monkeypatch, standing_in(*shipped) as server:
         monkeypatch.chdir(folder)

@@ -20,7 +20,7 @@ ASKED = SampleRequest(number=50, seed=3, split="train", row=7)
 
 @pytest.fixture
 def prompt():
-    """Logits [T, V] and the T + 1 tokens of a prompt."""
+    """Make logits [T, V] and the T + 1 tokens of a prompt."""
     generator = torch.Generator().manual_seed(1)
     logits_TV = 3 * torch.randn(LENGTH, SPEC.vocab_size, generator=generator)
     return logits_TV, torch.randint(SPEC.vocab_size, (LENGTH + 1,), generator=generator)
@@ -32,7 +32,7 @@ def kept_locally(logits_TV, tokens, asked=ASKED):
 
 
 def answer_of(logits_TV, tokens, asked=ASKED, chunk=LENGTH):
-    """`prompt_logprobs` as a client reads it, the prompt sampled in chunks."""
+    """Sample a prompt in chunks; return `prompt_logprobs` as a client reads it."""
     parts = []
     for start in range(0, LENGTH, chunk):
         stop = start + chunk
@@ -43,7 +43,7 @@ def answer_of(logits_TV, tokens, asked=ASKED, chunk=LENGTH):
 
 
 def listed(label, logprob, receipt, text):
-    """One position as a client types what came as JSON."""
+    """Return one position as a client types the JSON."""
     position = {label: {"logprob": logprob, "rank": receipt, "decoded_token": text}}
     return msgspec.json.decode(json.dumps(position), type=dict[int, Entry])
 
@@ -111,7 +111,7 @@ def non_finite(wrong):
 
 
 def with_entry(**changes):
-    """The answer with another text, or log p, at position 2."""
+    """Change the text, or log p, of an answer at position 2."""
 
     def change(logits, tokens, answer):
         (found,) = answer[3].values()

@@ -17,7 +17,7 @@ SPAN = Span("train", 0, 0, [1, 2, 3])
 
 
 def lists(**changes):
-    """An answer about `SPAN`: the label of the first position is among the entries, that of the second is not."""
+    """Make an answer about `SPAN`: the label of the first position is among the entries, that of the second is not."""
     first = {2: Entry(-0.5, 1), 4: Entry(-1.5, 2), 5: Entry(-3.0, 3)}
     second = {3: Entry(-6.0, 7), 9: Entry(-2.0, 3), 8: Entry(-1.0, 2), 7: Entry(-0.9, 1)}
     return [None, first | changes.get("first", {}), second | changes.get("second", {})]

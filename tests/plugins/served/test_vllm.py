@@ -37,7 +37,7 @@ SPEC = CodecSpec(kind="sparse", vocab_size=2048, num_samples=SAMPLES)
 
 
 class Served:
-    """What a server answers."""
+    """A server, and requests to it."""
 
     def __init__(self, server: Vllm) -> None:
         self.url, self.log = server.url, server.log
@@ -66,7 +66,7 @@ def asked_for(row: int) -> SampleRequest:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Served]:
-    """One with the plugin that cuts every prompt into chunks and keeps prefixes."""
+    """Start a server with the plugin that cuts every prompt into chunks and keeps prefixes."""
     chunks = ["--enable-chunked-prefill", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"]
     chunks += ["--enable-prefix-caching"]
     with vllm(tmp_path_factory.mktemp("vllm"), TEACHER, *chunks, plugin=True) as server:
@@ -75,7 +75,7 @@ def server(tmp_path_factory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[list[int]]:
-    """Rows of text, LENGTH + 1 tokens each."""
+    """Cut rows of text, LENGTH + 1 tokens each."""
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     text = (ROOT / "kdtrain/cache/format/codec.py").read_text() + (ROOT / "kdtrain/files.py").read_text()
     tokens = tokenizer(text)["input_ids"]
@@ -85,7 +85,7 @@ def rows() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def logits(rows) -> torch.Tensor:
-    """The teacher's own, [ROWS, LENGTH, V]."""
+    """Compute the teacher's own logits, [ROWS, LENGTH, V]."""
     model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).eval()
     with torch.no_grad():
         return torch.cat([model(torch.tensor([row[:-1]])).logits for row in rows])
@@ -107,7 +107,7 @@ def test_the_samples_of_a_served_teacher_are_those_of_a_local_one(server, rows, 
 
 
 def chi_square(found: list[dict[str, np.ndarray]], logits: torch.Tensor) -> float:
-    """Standard deviations by which the counts of all positions differ from the teacher's probabilities.
+    """Compute the standard deviations by which the counts of all positions differ from the teacher's probabilities.
 
     The count of an entry is n p rounded down or up, with variance f (1 - f), f its fraction; positions are independent.
     """
@@ -248,7 +248,7 @@ CAPTURE += ("--validation-sequences", "8", "--sequences-per-shard", "8", "--serv
 
 
 def capture(folder: Path, url: str, out: str) -> subprocess.Popen:
-    """`kdtrain cache-teacher` as it is typed, which waits for a server that is away."""
+    """Start `kdtrain cache-teacher` as it is typed, which waits for a server that is away."""
     command = [sys.executable, "-m", "kdtrain", "cache-teacher", *CAPTURE, "--server-patience", "400"]
     command += ["--teacher-server", f"{url}/v1", "--out", out]
     return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
@@ -259,7 +259,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def wait_for_shards(folder: Path, number: int) -> dict[str, bytes]:
-    """What is published as soon as so many shards are."""
+    """Wait for so many shards, and return the published files."""
     until = time.monotonic() + 300
     while len(found := [*folder.glob("shards/*.json")]) < number:
         assert time.monotonic() < until, f"{len(found)} shards"

@@ -115,7 +115,7 @@ class Version2:
 
 @pytest.fixture(params=[1, 2], ids=["runner-1", "runner-2"])
 def runner(request, monkeypatch):
-    """A class of runner that the plugin has extended."""
+    """Return a class of runner that the plugin has extended."""
     base = {1: Version1, 2: Version2}[request.param]
     extended = type(base.__name__, (base,), dict(vars(base)))
     around = {
