@@ -9,7 +9,7 @@ the cross-entropies of q and p, D is KL(p || q) at T = 1, nats a token:
     posterior  the a at which mean log(a p(y) + (1 - a) q(y)) is largest: the teacher's weight in the best mixture of
                both. A student that knows the training labels by heart gets worse here, and the weight rises.
 
-    alpha = (1 - h) ((1 - m) share + m posterior) + h MOST
+    1 - alpha = (1 - h) (1 - (1 - m) share - m posterior), alpha at most `MOST`
     m = max(G / (G + S'), 1 - 1 / passes),  G = max(0, (S - T) - (S' - T'))
     h = max(0, T - T') / T
 
@@ -150,7 +150,7 @@ class MeasuredAlpha(Alpha):
         share_M = torch.where(excess_M < 0, posterior_M, now_M / (now_M + excess_M).clamp(min=_TINY))
         mixed_M = (1 - heart_M) * share_M + heart_M * posterior_M
         held_M = torch.where(steps_M > 0, (1 - theirs_M / teacher_M.clamp(min=_TINY)).clamp(min=0), 0.0)
-        target_M = ((1 - held_M) * mixed_M + held_M * MOST).clamp(0, MOST)
+        target_M = (1 - (1 - held_M) * (1 - mixed_M)).clamp(0, MOST)
         return torch.where(posterior_M < 0, self.present, target_M)
 
     @torch.no_grad()
