@@ -28,7 +28,7 @@ from kdtrain.models.loading import max_positions
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import pick_device, refuse_many_processes
-from kdtrain.run.saved_student import Kind, open_student
+from kdtrain.run.saved_student import open_student
 from kdtrain.tables import show
 
 
@@ -72,7 +72,7 @@ def chat(config: ChatConfig) -> int:
     with ExitStack() as held:
         talkers = [_Talker(config.student, config, held)]
         if config.beside is not None:
-            talkers.append(_Talker(config.beside, config, held, "teachers"))
+            talkers.append(_Talker(config.beside, config, held))
         if terminal:
             print("Ctrl-C stops an answer, Ctrl-D ends.")
         while True:
@@ -105,17 +105,17 @@ def chat(config: ChatConfig) -> int:
 class _Writer:
     """A model that continues tokens, with its tokenizer and its end tokens; `held` frees its resources.
 
-    kind: whose names ship, for `read_spec`.
+    A name that ships is a teacher's: nothing has trained the students that ship.
     """
 
     text = ""
     """What it wrote last."""
     tokens: Sequence[int] = ()
 
-    def __init__(self, name: str, config: WritingConfig, held: ExitStack, kind: Kind = "students") -> None:
+    def __init__(self, name: str, config: WritingConfig, held: ExitStack) -> None:
         self.name, self._config, self._held = name, config, held
         self._device = pick_device(config.device)
-        self._student, place, _ = open_student(name, self._device, kind)
+        self._student, place, _ = open_student(name, self._device, "teachers")
         if place is None:
             raise UsageError(f"{name} comes without a tokenizer; copy that of its student or teacher into it")
         self.tokenizer = load_tokenizer(place)
@@ -177,8 +177,8 @@ class _Talker(_Writer):
 
     _config: ChatConfig
 
-    def __init__(self, name: str, config: ChatConfig, held: ExitStack, kind: Kind = "students") -> None:
-        super().__init__(name, config, held, kind)
+    def __init__(self, name: str, config: ChatConfig, held: ExitStack) -> None:
+        super().__init__(name, config, held)
         if not self.tokenizer.chat_template:
             raise UsageError(f"{name} has no chat template; kdtrain generate {name} 'TEXT' continues a text")
         self._messages: Messages = [] if config.system is None else [{"role": "system", "content": config.system}]

@@ -282,8 +282,8 @@ class ExportConfig(Printed):
 class WritingConfig(Printed):
     """How a student writes."""
 
-    student: str = option(positional=True, reads="student spec")
-    """A run (its best student), a checkpoint, an export, a TOML of students/ or teachers/, or a hub id."""
+    student: str = option(positional=True, reads="model spec")
+    """A run (its best student), a checkpoint, an export, a TOML, a teacher that ships, or a hub id."""
     temperature: float = option(0.8, least=0)
     """Divides the logits: low is careful, 1 is what the student has learned; 0 takes the most likely token."""
     seed: int = option(0, least=0)

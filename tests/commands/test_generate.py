@@ -89,6 +89,11 @@ def test_a_spec_that_nothing_has_trained_is_said_to_be_so(run):
     assert code == 0 and "fresh.toml is a spec of fresh weights, which nothing has trained" in err, err
 
 
+def test_a_teacher_that_ships_writes_by_its_name(run):
+    code, out, err = run.call("generate", "stdlib-5m", "def ", "--max-tokens", 3)
+    assert code == 0 and len(out) > len("def ") and "nothing has trained" not in err, err
+
+
 def test_a_shipped_name_is_the_shipped_student_and_its_path_the_folder_of_a_run(run, monkeypatch):
     (run.root / "stdlib-1m").symlink_to("spoken")
     try:
