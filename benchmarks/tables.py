@@ -146,7 +146,7 @@ def prune(record: dict[str, Any]) -> str:
         markdown(header, rows),
         "",
         f"{settings['steps']} steps of {settings['tokens_a_step']:,} tokens, from {settings['sequences']:,} sequences "
-        f"of the standard library with 50 samples a token; scores from {settings['scored']} sequences. The teacher's "
+        f"of the standard library with 50 samples per token; scores from {settings['scored']} sequences. The teacher's "
         f"loss is {record['teacher']['validation_loss']:.3f}. Of rates a factor of two apart the best by the "
         f"first seed. {_measured(record, 'prune')}",
     ]

@@ -44,7 +44,7 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
     config = layers_config(teacher.config, spec.layers) if spec.config is None else configuration(spec, vocab_size)
     if config.num_hidden_layers != len(spec.layers):
         raise UsageError(
-            f"{spec.name}: layers names {len(spec.layers)} and [config] asks for {config.num_hidden_layers}"
+            f"{spec.name}: layers names {len(spec.layers)} and [config] has {config.num_hidden_layers}"
         )
     ours, theirs = (getattr(each, "tie_word_embeddings", False) for each in (config, teacher.config))
     if ours and not theirs:
