@@ -24,12 +24,12 @@ from benchmarks.science.quality_tables import markdown
 GPU = RESULTS / "gpu"
 DOCS, HERE = ROOT / "docs", ROOT / "benchmarks"
 PAGES: dict[str, Sequence[Path]] = {
-    "objective": [DOCS / "objective.md", HERE / "performance" / "OBJECTIVE.md"],
-    "quality": [DOCS / "quality.md", HERE / "science" / "QUALITY.md"],
+    "objective": [DOCS / "objective.md", HERE / "performance" / "objective.md"],
+    "quality": [DOCS / "quality.md", HERE / "science" / "quality.md"],
     "prune": [DOCS / "prune.md"],
     "lora": [HERE / "lora.md"],
     "find_lr": [HERE / "find_lr.md"],
-    "gpu": [DOCS / "performance.md", HERE / "performance" / "GPU.md"],
+    "gpu": [DOCS / "performance.md", HERE / "performance" / "gpu.md"],
 }
 COLUMNS = {
     "tflops": "TFLOP/s",

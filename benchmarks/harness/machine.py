@@ -114,7 +114,7 @@ def missing(*names: str) -> str | None:
     """Which of these packages cannot be imported here, in words; None when all can."""
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     return (
-        f"not installed: {', '.join(absent)} (benchmarks/performance/GPU.md says how to bring it along)"
+        f"not installed: {', '.join(absent)} (benchmarks/performance/gpu.md says how to bring it along)"
         if absent
         else None
     )

@@ -201,7 +201,7 @@ class Preflight(Teacher):
                     raise
                 code = f" ({refused.code})" if refused.code else ""
                 raise UsageError(
-                    f"{host} does not look like vLLM: its answer to a request with prompt_logprobs is: {refused.words}{code}; "
+                    f"{host} does not look like vLLM: asked with prompt_logprobs it answers: {refused.words}{code}; "
                     "kdtrain needs vLLM's completions endpoint with prompt_logprobs: serve the teacher with vLLM"
                 ) from None
             build = stated["system_fingerprint"] = host.build and quoted(host.build, 100)
