@@ -16,6 +16,7 @@ import pytest
 import kdtrain as kd
 from benchmarks.performance import scaling
 from kdtrain import cli
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cli.help import help_of
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.commands import DistillConfig
@@ -25,8 +26,10 @@ from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.rules import RULES
+from kdtrain.parallel.memory_plan import ModelFootprint
 from kdtrain.plugins.loggers.on_event import EVENTS
 from kdtrain.plugins.rounds import figures as figures  # which has rules of its own
+from kdtrain.run.capture import computed_bytes, computed_rates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -428,6 +431,20 @@ def test_the_cost_of_a_step_in_the_readme_is_that_of_the_record():
         sides = (figures[f"{length} {side}"]["tokens_a_second"] for side in ("sparse-12", "online"))
         assert 2.8 < next(sides) / next(sides) < 3.3
     assert "a third of the time that it took with an uncompiled 8 B teacher" in text
+
+
+def test_the_computed_figures_of_the_real_pair_are_those_of_the_dry_run():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    qwen = ModelFootprint(
+        name="Qwen3-1.7B",
+        **{"parameters": 1_720_574_976, "active": 1_720_574_976, "layers": 28, "in_layers": 1_409_408_000},
+        **{"width": 2_048, "vocabulary": 151_936, "tied": True, "kept": 0.0},
+    )
+    size = computed_bytes(CodecSpec(kind="sparse", vocab_size=151_936, num_samples=50))
+    rates = computed_rates(qwen)
+    assert f"({rates['NVIDIA H200']:,.0f} tokens per second)" in text and f"({size} bytes per token)" in text
+    minutes, hours = 1e8 / rates["NVIDIA H200"] / 60, 1e8 / rates["two CPU cores"] / 3600
+    assert f"{minutes:.0f} minutes on one H200" in text and f"{hours:.0f} hours on two CPU cores" in text
 
 
 def test_the_figures_of_fp8_are_those_of_the_record():
