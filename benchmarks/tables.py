@@ -24,12 +24,12 @@ from benchmarks.science.quality_tables import markdown
 GPU = RESULTS / "gpu"
 DOCS, HERE = ROOT / "docs", ROOT / "benchmarks"
 PAGES: dict[str, Sequence[Path]] = {
-    "objective": [DOCS / "objective.md", HERE / "performance" / "OBJECTIVE.md"],
-    "quality": [DOCS / "quality.md", HERE / "science" / "QUALITY.md"],
+    "objective": [HERE / "science" / "alpha.md", HERE / "performance" / "objective.md"],
+    "quality": [DOCS / "quality.md", HERE / "science" / "quality.md"],
     "prune": [DOCS / "prune.md"],
     "lora": [HERE / "lora.md"],
     "find_lr": [HERE / "find_lr.md"],
-    "gpu": [DOCS / "performance.md", HERE / "performance" / "GPU.md"],
+    "gpu": [DOCS / "performance.md", HERE / "performance" / "gpu.md"],
 }
 COLUMNS = {
     "tflops": "TFLOP/s",
@@ -146,7 +146,7 @@ def prune(record: dict[str, Any]) -> str:
         markdown(header, rows),
         "",
         f"{settings['steps']} steps of {settings['tokens_a_step']:,} tokens, from {settings['sequences']:,} sequences "
-        f"of the standard library with 50 samples a token; scores from {settings['scored']} sequences. The teacher's "
+        f"of the standard library with 50 samples per token; scores from {settings['scored']} sequences. The teacher's "
         f"loss is {record['teacher']['validation_loss']:.3f}. Of rates a factor of two apart the best by the "
         f"first seed. {_measured(record, 'prune')}",
     ]

@@ -65,7 +65,7 @@ def pick_device(name: str) -> torch.device:
         raise reported(UsageError(f"--device '{name}' is not supported; use auto, cpu, cuda or cuda:N"))
     if device.type == "cuda" and world_size() > 1:
         if device.index is not None:
-            shared = f"--device '{name}' is one device for {world_size()} ranks; use cuda, one device a rank"
+            shared = f"--device '{name}' is one device for {world_size()} ranks; use cuda, one device per rank"
             raise reported(UsageError(shared))
         device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

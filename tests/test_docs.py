@@ -16,6 +16,8 @@ import pytest
 import kdtrain as kd
 from benchmarks.performance import scaling
 from kdtrain import cli
+from kdtrain.cache.format.spec import CodecSpec
+from kdtrain.cli.help import help_of
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.removed import REMOVED
@@ -24,8 +26,10 @@ from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.rules import RULES
+from kdtrain.parallel.memory_plan import ModelFootprint
 from kdtrain.plugins.loggers.on_event import EVENTS
 from kdtrain.plugins.rounds import figures as figures  # which has rules of its own
+from kdtrain.run.capture import computed_bytes, computed_rates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -109,10 +113,11 @@ def test_a_command_that_a_sentence_names_exists_and_takes_the_flags_beside_it(pa
 
 
 def test_the_main_job_is_in_the_readme_and_in_five_minutes():
-    assert {line.split()[1] for line in commands([PAGES[0]])} == {"demo", "cache-teacher", "distill", "evaluate"}
+    lines = commands([PAGES[0]])
+    real, small = ["cache-teacher", "distill", "export"], ["cache-teacher", "distill", "evaluate"]
+    assert [line.split()[1] for line in lines] == real + small
     five = commands([ROOT / "docs" / "five-minutes.md"])
-    job = {line for line in commands([PAGES[0]]) if " demo " not in line}
-    assert job <= set(five) and "export" in {line.split()[1] for line in five}
+    assert set(lines[3:]) <= set(five) and "export" in {line.split()[1] for line in five}
 
 
 def test_the_readme_is_short_and_every_page_is_linked_from_it():
@@ -348,6 +353,55 @@ def test_the_notebook_runs_with_fewer_sequences_and_steps(tmp_path, monkeypatch)
         assert result["best_validation_loss"] < result["first_validation_loss"] - 0.3
 
 
+WORDS = {
+    "five-minutes": ("cpu",),
+    "first-real-model": ("chat",),
+    "troubleshooting": ("oom", "nan"),
+    "monitoring": ("wandb",),
+    "resuming": ("resume", "checkpoint"),
+    "on-disk": ("disk",),
+    "models": ("gguf", "moe", "quantize"),
+    "vllm": ("vllm",),
+    "lora": ("lora",),
+    "tokenizers": ("tokenizer",),
+    "temperature": ("temperature",),
+    "precision": ("fp8",),
+    "multi-node": ("multi-node", "slurm", "nccl"),
+    "scaling": ("fsdp",),
+}
+"""What people type into the site's search, by the page that they want."""
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_a_word_that_people_search_for_is_in_a_heading_or_in_the_first_lines_of_its_page(page):
+    lines = (ROOT / "docs" / f"{page}.md").read_text().lower().splitlines()
+    found = " ".join([*lines[:12], *(line for line in lines if line.startswith("#"))])
+    assert [word for word in WORDS[page] if not re.search(rf"(?<![a-z]){word}", found)] == []
+
+
+PRIVATE = (
+    r"\b(?:bytes|nats|samples|entries|tokens|numbers) a (?:token|second)\b|\b(?:GiB|GB) a (?:rank|step)\b",
+    r"next token right|gone on with|goes on with|said and|not wanted any more|hurts nobody|is no (?:file|number)\b",
+    r"nobody promised|of its own accord|compare only where|which runs at once share",
+)
+"""English that only this project would write: STYLE's table, and what readers stumbled over."""
+
+
+def printed() -> list[str]:
+    """The strings of the code that a user may read: all but docstrings, and names of keys."""
+    bare = {id(node.value) for node in nodes() if isinstance(node, ast.Expr)}
+    texts = [node for node in nodes() if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    keys = {"GiB a rank", "GB sent a step"}  # of --json, which do not change
+    return [node.value for node in texts if id(node) not in bare and node.value not in keys]
+
+
+@pytest.mark.parametrize("pattern", PRIVATE)
+def test_pages_messages_and_help_are_in_plain_english(pattern):
+    helps = [help_of(name, command.config, "all") for name, command in cli.COMMANDS.entries.items()]
+    texts = [page.read_text() for page in PAGES] + printed() + [" ".join(each.split()) for each in helps]
+    assert [found[0] for text in texts for found in re.finditer(pattern, text)] == []
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/measured.md"])
 def test_the_result_that_a_page_claims_is_that_of_the_tables(name):
     text = " ".join((ROOT / name).read_text().split())
@@ -377,6 +431,20 @@ def test_the_cost_of_a_step_in_the_readme_is_that_of_the_record():
         sides = (figures[f"{length} {side}"]["tokens_a_second"] for side in ("sparse-12", "online"))
         assert 2.8 < next(sides) / next(sides) < 3.3
     assert "a third of the time that it took with an uncompiled 8 B teacher" in text
+
+
+def test_the_computed_figures_of_the_real_pair_are_those_of_the_dry_run():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    qwen = ModelFootprint(
+        name="Qwen3-1.7B",
+        **{"parameters": 1_720_574_976, "active": 1_720_574_976, "layers": 28, "in_layers": 1_409_408_000},
+        **{"width": 2_048, "vocabulary": 151_936, "tied": True, "kept": 0.0},
+    )
+    size = computed_bytes(CodecSpec(kind="sparse", vocab_size=151_936, num_samples=50))
+    rates = computed_rates(qwen)
+    assert f"({round(rates['NVIDIA H200'], -2):,.0f} tokens per second)" in text and f"({size} bytes per token)" in text
+    minutes, hours = 1e8 / rates["NVIDIA H200"] / 60, 1e8 / rates["two CPU cores"] / 3600
+    assert f"{minutes:.0f} minutes on one H200" in text and f"{hours:.0f} hours on two CPU cores" in text
 
 
 def test_the_figures_of_fp8_are_those_of_the_record():

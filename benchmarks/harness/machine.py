@@ -117,7 +117,7 @@ def missing(*names: str) -> str | None:
     """Name the packages that cannot be imported here, in words; return None when all can."""
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     return (
-        f"not installed: {', '.join(absent)} (benchmarks/performance/GPU.md says how to bring it along)"
+        f"not installed: {', '.join(absent)} (benchmarks/performance/gpu.md says how to bring it along)"
         if absent
         else None
     )

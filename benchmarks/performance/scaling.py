@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md and SCALING.md, from formulas: `python -m benchmarks.performance.scaling` fills them.
+"""The tables of docs/scaling.md and its study, from formulas: `python -m benchmarks.performance.scaling` fills them.
 
 Nothing is measured here; what parallel.py has measured is shown beside its estimates. Speeds are published ones
 (`Machine`), the bytes of a step are `kdtrain.parallel.parallelize`'s, which tests count, and the bytes of a cached
@@ -19,12 +19,12 @@ from kdtrain.parallel import parallelize
 
 MEASURED = RESULTS / "parallel.json"
 CACHE = RESULTS / "cache.json"
-PAGES = [ROOT / "docs" / "scaling.md", ROOT / "benchmarks" / "performance" / "SCALING.md"]
+PAGES = [ROOT / "docs" / "scaling.md", ROOT / "benchmarks" / "performance" / "scaling.md"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of eight H100 SXM on InfiniBand NDR; sources in SCALING.md."""
+    """A node of eight H100 SXM on InfiniBand NDR; sources in scaling.md."""
 
     flops: float = 989e12
     """bf16, dense, a second and GPU."""

@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md and QUALITY.md, from the record `benchmarks/results/quality.json` alone.
+"""The tables of docs/quality.md and of the study's page, from the record `benchmarks/results/quality.json` alone.
 
 A cell is the value of one seed, or mean ± standard deviation over several. Students are compared seed by seed: two of
 one seed start from the same weights and see the same sequences in the same order. One is called better or worse than

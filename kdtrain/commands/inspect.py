@@ -346,7 +346,7 @@ def _folder(path: Path) -> _Found:
                 for name, row in caches.items()
                 if name in kept
             ]
-            heads = ("cache", "teacher", "kept", "tokens", "bytes a token")
+            heads = ("cache", "teacher", "kept", "tokens", "bytes per token")
             if rows:
                 yield columns(heads, rows, left=heads[:3])
             shown = ((name, [row[key] for key in ("state", "progress") if key in row]) for name, row in caches.items())

@@ -277,7 +277,7 @@ def _messages(value: Any) -> Messages:
                 raise LeftOut("with an unknown role", f"'{name}'")
             turn, content = {"role": _ROLES[name.lower()]}, message.get("value")
         else:
-            raise LeftOut("that are no conversations", "is not a conversation; it needs lists of role and content")
+            raise LeftOut("that are not conversations", "is not a conversation; it needs lists of role and content")
         texts: list[Any] = [content]
         if isinstance(content, list):
             texts = [each.get("text") if isinstance(each, dict) else each for each in content]

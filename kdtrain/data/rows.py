@@ -130,7 +130,7 @@ def _object(row: Any, where: str, escaped: bool) -> Row:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise UsageError(f"{where}: has half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+            raise UsageError(f"{where}: has half of a surrogate pair (\\ud800 to \\udfff), which is not text") from None
     return row
 
 

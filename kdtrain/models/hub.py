@@ -165,7 +165,7 @@ def refuse_odd_files(source: str) -> None:
 def refuse_code(source: str, table: dict[str, Any]) -> None:
     """Refuse a configuration (JSON or TOML, at any depth) that makes transformers run, fetch or unpickle."""
     if "auto_map" in table and table.get("model_type") not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        raise UsageError(f"{source}: it brings its own code; if you trust that, set trust_remote_code = true in a TOML")
+        raise UsageError(f"{source}: it has its own code; if you trust that, set trust_remote_code = true in a TOML")
     _refuse_replacements(source, table)
     for key, value in entries_of(table):
         if _IMPLEMENTATION.search(key) and value not in _IMPLEMENTATIONS:
@@ -296,7 +296,7 @@ _EXPLANATIONS = {
     "model.safetensors": "no weights in safetensors there; other formats are not read, nothing is unpickled",
     "couldn't connect": "no such folder, and the hub cannot be reached; check the name and the network",
     "not a valid model identifier": "no such folder, and no such model on the hub; check the name",
-    "custom code": "it brings its own code; if you trust that, set trust_remote_code = true in a TOML",
+    "custom code": "it has its own code; if you trust that, set trust_remote_code = true in a TOML",
     "Unrecognized configuration class": "it is not a causal language model; take one that is",
     "Should have a `model_type` key": "its config.json has no model_type; fetch or export the model again",
     "not a valid JSON file": "its config.json is not valid JSON; fetch or export the model again",

@@ -28,7 +28,7 @@ def passages(documents: Iterable[Document], tokenizer: Any, seq_len: int) -> Ite
     """
     for document in documents:
         if document.text is None:
-            raise UsageError(f"{document.key}: a conversation is no passage; --last-word takes rows of text")
+            raise UsageError(f"{document.key}: a conversation is not a passage; --last-word takes rows of text")
         words = list(_WORDS.finditer(document.text))
         if len(words) < 2:
             raise UsageError(f"{document.key} has no last word after others; --last-word takes passages")

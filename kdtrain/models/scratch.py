@@ -43,9 +43,7 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
         raise UsageError(f"{spec.name}: layers = {list(spec.layers)}, and {spec.teacher} has layers 0 to {count - 1}")
     config = layers_config(teacher.config, spec.layers) if spec.config is None else configuration(spec, vocab_size)
     if config.num_hidden_layers != len(spec.layers):
-        raise UsageError(
-            f"{spec.name}: layers names {len(spec.layers)} and [config] asks for {config.num_hidden_layers}"
-        )
+        raise UsageError(f"{spec.name}: layers names {len(spec.layers)} and [config] has {config.num_hidden_layers}")
     ours, theirs = (getattr(each, "tie_word_embeddings", False) for each in (config, teacher.config))
     if ours and not theirs:
         raise UsageError(

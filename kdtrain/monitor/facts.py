@@ -152,7 +152,7 @@ def losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
     best_step, best = min(finite, key=lambda each: each[1], default=(None, None))
     teacher = record.validations[-1].get("validation/teacher_loss") if found else None
     row = {
-        "validation loss": "nats a token",
+        "validation loss": "nats per token",
         "start": loss_text(result.get("first_validation_loss", finite[0][1] if finite else None)),
         "best": _at(result.get("best_validation_loss", best), result.get("best_step", best_step)),
         "last": _at(finite[-1][1], finite[-1][0]) if finite else number(result.get("last_validation_loss")),
@@ -184,7 +184,7 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
         teacher = last.get("validation/teacher_bits_per_byte")
         of_teacher = "" if teacher is None else f" (teacher {loss_text(teacher)})"
         parts.append(f"{loss_text(known['bits_per_byte'])} bits per byte{of_teacher}")
-    shares = {"accuracy": "next token right", "ece": "ECE"}
+    shares = {"accuracy": "accuracy", "ece": "ECE"}
     parts += [f"{label} {100 * known[name]:.1f} %" for name, label in shares.items() if name in known]
     temperature, peak = result.get("temperature"), result.get("peak_memory_mb")
     others = [f"T {loss_text(temperature)}"] if temperature not in (None, 1.0) else []

@@ -267,7 +267,7 @@ def learned_samples(signs: Signs) -> str | None:
     return (
         f"the divergence from the teacher is {signs.divergence:.3f} nats over the last {WINDOW} steps, and fresh "
         f"samples give none below 0: after {signs.epochs:.1f} epochs the student has memorized the {signs.samples} "
-        "samples a token"
+        "samples per token"
     )
 
 
@@ -429,7 +429,7 @@ def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
             below. Others may be anywhere.
     """
     uniform = math.log(vocab_size)
-    text = f"initial loss {loss:.3f} nats a token, ln V is {uniform:.3f}"
+    text = f"initial loss {loss:.3f} nats per token, ln V is {uniform:.3f}"
     if not math.isfinite(loss):
         return False, f"{text}: non-finite; look at the weights and the data"
     if init == "scratch" and loss > 1.1 * uniform:

@@ -199,7 +199,7 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
     returned = None if torch.compiler.is_compiling() else _wrong_shape(DIVERGENCES.get(name).of, number)
     if returned is not None:
         raise UsageError(
-            f"--divergence {divergence} returns {returned} for 3 rows of events; it must return [3], a value a row, "
+            f"--divergence {divergence} returns {returned} for 3 rows of events; it must return [3], a value per row, "
             "because the loss leaves out masked rows, sums and divides by the tokens of the whole step itself"
         )
     rule: TailRule = TAILS.get(resolve_tail(tail, num_samples))
@@ -221,7 +221,7 @@ def refuse(divergence: str, tail: str, *, top_k: int = 0, num_samples: int = 0, 
         return
     if num_samples and not rule.needs_samples:
         raise UsageError(
-            f"--tail {tail} would throw away the {num_samples} samples a token of these targets; leave --tail out, "
+            f"--tail {tail} would throw away the {num_samples} samples per token of these targets; leave --tail out, "
             "or use a cache built with --top-k and without --num-samples"
         )
     if not num_samples and rule.needs_samples:

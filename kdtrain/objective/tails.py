@@ -41,7 +41,7 @@ Far from the teacher r q_k / pi_k has no bound, and neither has p_k / pi_k above
 It is unbiased, in value, gradient and slope in T, if r q_j <= 4 p_j and p_j <= sqrt(n) p_tail pi_j for every j of the
 tail (the second always holds at T = 1), whatever s is. With a top-k the bias of the first falls with s away from the
 teacher; at the teacher there is none. No gradient goes through s, so that the gradient is not that of the value.
-Without a top-k no bucket measures the distance, and the rule is refused; see benchmarks/science/FIDELITY.md.
+Without a top-k no bucket measures the distance, and the rule is refused; see benchmarks/science/fidelity.md.
 
 Shape suffixes: R rows, E events, K kept entries, H top-k entries, D drawn entries, V vocabulary.
 """

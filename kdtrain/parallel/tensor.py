@@ -95,7 +95,7 @@ def refuse_with(
         "adapters (--lora-rank), whose layers are whole": student.lora is not None,
         "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
         and facts.alignment is not None,
-        f"--divergence {config.objective.divergence} over whole distributions, as it is no sum over tokens": dense
+        f"--divergence {config.objective.divergence} over whole distributions, as it is not a sum over tokens": dense
         and config.objective.distils
         and not adds_up(config.objective.divergence),
     }

@@ -210,7 +210,7 @@ def refined_cache(where: str) -> LocalCache:
         raise UsageError(f"--refine {where}: its samples ({kind}) are of no grid to draw between; capture it anew")
     if 2 * codec.num_samples > 255:
         raise UsageError(
-            f"--refine {where}: it has {codec.num_samples} samples a token, and twice as many cannot be added up: "
+            f"--refine {where}: it has {codec.num_samples} samples per token, and twice as many cannot be added up: "
             "counts are kept in 8 bits"
         )
     return cache

@@ -109,7 +109,7 @@ def card_files(
         if isinstance(loss := progress.get(key), float):
             size = progress.get("bytes_per_token")
             bits = f", {loss / size / math.log(2):.4f} bits a byte" if size else ""
-            facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats a token{bits}"
+            facts[words.format(progress["validated_step"])] = f"{loss:.4f} nats per token{bits}"
     facts |= more or {}
     made = f"distilled from {' and '.join(map(markdown_text, teachers))}" if teachers else "trained by cross-entropy"
     version = kdtrain.__version__

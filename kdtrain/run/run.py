@@ -342,7 +342,7 @@ class Run:
             lines.append(weights_line(recipe.teacher.cost))
         if recipe.members:
             drawn = (f"{each['share']:.4g} of {each['name']} ({each['sequences']:,})" for each in recipe.members)
-            lines.append(f"{len(recipe.members)} caches, of whose sequences a step draws {', '.join(drawn)}")
+            lines.append(f"{len(recipe.members)} caches; a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = objective.hidden_weight if objective.hidden_loss != "none" else None
         alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays

@@ -252,7 +252,7 @@ class Reporter:
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if not self.busy and self.student.device.type == "cpu" and load > _BUSY * cores:
             self.busy = True
-            log.info("this machine is busy: load %.1f on %d cores, which runs at once share", load, cores)
+            log.info("load %.1f on %d cores: other processes slow this run", load, cores)
         rate, out = numbers.get("tok/s"), self.config.out
         signs = Signs(
             step=number,

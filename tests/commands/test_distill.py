@@ -163,7 +163,7 @@ def test_memorized_samples_are_logged_once_with_epochs_and_samples(workbench):
     # 8 sequences are one step of an epoch
     assert (event["epochs"], event["samples"]) == (event["step"], 2) and event["divergence"] <= 0
     (said,) = [line for line in stderr.splitlines() if "memorized" in line]
-    assert f"after {event['epochs']:.1f} epochs" in said and "the 2 samples a token" in said
+    assert f"after {event['epochs']:.1f} epochs" in said and "the 2 samples per token" in said
 
 
 def test_loaded_weights_are_not_mistaken_for_fresh_ones(workbench):

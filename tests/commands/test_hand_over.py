@@ -113,7 +113,7 @@ def test_the_readme_names_what_the_student_comes_from_in_40_plain_lines_and_noth
     result = json.loads((run.root / "run" / "result.json").read_text())
     assert json.loads((out / "kdtrain.json").read_text())["cache"] == result["cache"] and result["cache"] in card
     assert "| teacher | teacher, " in card and manifest["teacher"]["weights_digest"] in card
-    assert f"{result['best_validation_loss']:.4f} nats a token" in card and "bfloat16" in card
+    assert f"{result['best_validation_loss']:.4f} nats per token" in card and "bfloat16" in card
     usual = {name: written(each.field, each.default) for name, each in options_of(DistillConfig).items()}
     whole = tomllib.loads(recipe)
     kept = {name: value for table in whole.values() for name, value in table.items()}

@@ -53,8 +53,8 @@ def test_a_cache_is_shown_with_a_row_of_fidelity_for_each_temperature_and_tail_r
             assert [temperature, rule, *token, *mean] == next(row[:8] for row in rows if row[:2] == [temperature, rule])
     assert f"{found['sample']['tokens']:,} tokens of {found['split']}" in printed
     assert "error of log Z at most" in printed and "for T from 0.6667 to 4" in printed
-    facts = {line[:13].strip(): line[13:].strip() for line in printed.splitlines()}
-    assert facts["tail rule"] == "sampled by default, or --tail control-variate" and facts["bytes a token"] == "649"
+    facts = {line[:15].strip(): line[15:].strip() for line in printed.splitlines()}
+    assert facts["tail rule"] == "sampled by default, or --tail control-variate" and facts["bytes per token"] == "649"
     assert facts["validation"] == "2 sequences of 24, 48 tokens, 1 shard, 35 KiB"
     assert main(InspectConfig(path=CACHE, json=True)) == 0
     assert json.loads(capsys.readouterr().out)["fidelity"] == found
@@ -157,7 +157,7 @@ def test_distill_ends_with_a_short_page_that_fits_into_80_columns(monkeypatch, c
     lines = closing(run, result, capsys)
     assert max(map(len, lines)) <= 80 and len(lines) <= 11, lines
     assert lines[0].startswith("runs/a: done at step 40 of 40, 2:10 of training, 1.97 M tokens")
-    row = ["nats", "a", "token", "3.500", "2.500", "@40", "2.500", "@40", "1.500", "2.700"]
+    row = ["nats", "per", "token", "3.500", "2.500", "@40", "2.500", "@40", "1.500", "2.700"]
     assert row in [line.split() for line in lines]
     assert lines[-1] == 'Next: kdtrain generate runs/a "def main("'
     (run / "student").mkdir()

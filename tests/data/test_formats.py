@@ -243,7 +243,7 @@ def test_what_is_left_out_is_counted_by_reason_with_its_first_row(tmp_path, capl
     assert said == (
         f"{tmp_path}/a.jsonl: read as sharegpt (conversations): 30 of 36 rows; left out 3 without an answer "
         "(first: row 30), 1 with an unknown role (first: row 33: 'narra\\x1btor'), 1 with a turn without content "
-        "(first: row 34: 'human'), 1 that are no conversations (first: row 35: is not a conversation; it needs lists "
+        "(first: row 34: 'human'), 1 that are not conversations (first: row 35: is not a conversation; it needs lists "
         "of role and content)"
     )
 

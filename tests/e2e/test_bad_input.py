@@ -74,7 +74,7 @@ WORLD = {
         ("evaluate", "--student", "wide.toml", "--cache", "cache"),
         ["wide: its weights take", "this machine has"],
     ),
-    "code beside a model": ((*DISTILL, "--student", "code"), ["code: it brings its own code", "trust_remote_code"]),
+    "code beside a model": ((*DISTILL, "--student", "code"), ["code: it has its own code", "trust_remote_code"]),
     "code beside a teacher": (
         (*TEACHER, "--data", "corpus", "--teacher", "code"),
         ["tokenizer_class = 'AutoModelForCausalLM' is not a tokenizer"],

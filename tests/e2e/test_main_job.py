@@ -32,7 +32,7 @@ def test_a_teacher_is_cached_as_the_options_say(bench, cached):
     assert {"tokens", "ids", "numbers", "dictionary", "overhead", "total"} <= sizes.keys()
     assert sum(sizes.values()) == pytest.approx(2 * sizes["total"])
     table = " ".join(bench.run("inspect", "cache").ok().stdout.split())
-    assert f"bytes a token {number(sizes.pop('total'))} of these" in table
+    assert f"bytes per token {number(sizes.pop('total'))} of these" in table
     assert [name for name, size in sizes.items() if f"{name} {number(size)}" not in table] == []
 
 

@@ -119,7 +119,7 @@ def test_what_packed_weights_cost_a_teacher_is_measured_and_stands_in_its_cache(
     assert whole.weights_cost is None and "weights_cost" not in whole.to_json()
     argv = ("evaluate", "--student", "teacher", "--data", "corpus", "--seq-len", 32, "--num-sequences", 8, "--json")
     assert base.run(*argv).json["loss"] == pytest.approx(cost["whole_loss"], rel=1e-4)
-    line = f"int8 weights cost the teacher {cost['cost']:+.4f} nats a token"
+    line = f"int8 weights cost the teacher {cost['cost']:+.4f} nats per token"
     assert line in found.stderr and line in " ".join(base.run("inspect", "narrow").stdout.split())
     assert line in (base.root / "narrow" / "README.md").read_text()
     base.ok(2, *TEACHER, "--out", "ranks-narrow", "--teacher-weights", "int8", *base.small)

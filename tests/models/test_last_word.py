@@ -34,7 +34,7 @@ def test_a_dozen_passages_are_counted_as_greedy_decoding_by_hand_counts_them():
     [
         (Document("row 3", "alone"), "row 3 has no last word after others"),
         (Document("row 4", "... --- ..."), "row 4 has no last word after others"),
-        (Document("row 5", messages=[{"role": "user", "content": "a b"}]), "row 5: a conversation is no passage"),
+        (Document("row 5", messages=[{"role": "user", "content": "a b"}]), "row 5: a conversation is not a passage"),
         (Document("row 6", "a " + "b" * 80), "row 6: its last word alone has"),
     ],
 )

@@ -147,7 +147,7 @@ def test_layers_keep_their_kind_of_attention(tmp_path):
             SHAPES["llama"] | {"hidden_size": 16},
             "model.embed_tokens.weight is [300, 16], the teacher has [300, 32]",
         ),
-        ((0, 1), SHAPES["llama"] | {"num_hidden_layers": 3}, "layers names 2 and [config] asks for 3"),
+        ((0, 1), SHAPES["llama"] | {"num_hidden_layers": 3}, "layers names 2 and [config] has 3"),
         ((0, 1), SHAPES["gpt2"], "the teacher has no such weight"),
     ],
 )

@@ -71,9 +71,9 @@ def as_model(folder):
 @pytest.mark.parametrize(
     "values, line",
     [
-        ({"model_type": "mine", "auto_map": OWN_CODE}, "it brings its own code"),
-        ({"model_type": "vit", "auto_map": OWN_CODE}, "it brings its own code"),
-        ({"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "a/b--code.Model"}}, "it brings its own code"),
+        ({"model_type": "mine", "auto_map": OWN_CODE}, "it has its own code"),
+        ({"model_type": "vit", "auto_map": OWN_CODE}, "it has its own code"),
+        ({"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "a/b--code.Model"}}, "it has its own code"),
         ({"_attn_implementation": "kernels-community/flash-attn3"}, "_attn_implementation = 'kernels-community/flash"),
         ({"_attn_implementation_internal": "a/b"}, "_attn_implementation_internal = 'a/b'"),
         ({"per_layer_config": {"0": {"attn_implementation": "a/b"}}}, "attn_implementation = 'a/b'"),
@@ -401,7 +401,7 @@ def test_transformers_never_asks_on_stdin_and_fetches_no_kernels():
         return dynamic_module_utils.resolve_trust_remote_code(None, "m", has_local_code=False, has_remote_code=True)
 
     assert not hub_kernels._kernels_enabled
-    with pytest.raises(UsageError, match="m: it brings its own code"):
+    with pytest.raises(UsageError, match="m: it has its own code"):
         hub.ask("m", resolve)
     assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 15  # the default of transformers, for the user's own calls
 

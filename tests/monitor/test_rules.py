@@ -36,7 +36,7 @@ ILL = {
     "learned-samples": (
         {"divergence": -0.05, "samples": 6, "epochs": 2.0},
         "the divergence from the teacher is -0.050 nats over the last 50 steps, and fresh samples give none below 0: "
-        "after 2.0 epochs the student has memorized the 6 samples a token",
+        "after 2.0 epochs the student has memorized the 6 samples per token",
     ),
     "clipped": (
         {"clip": 1.0, "clipped_share": 0.15, "clipped_losses": [3.0] * CLIPPED},

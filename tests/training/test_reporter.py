@@ -84,8 +84,8 @@ def test_a_busy_machine_is_named_once(workshop, monkeypatch):
         reporter = reporter_of(run)
         for step, named in ((10, 0), (20, 1), (30, 1)):
             reporter.finished(step, {"loss": 2.0, "tokens": 32.0}, checkpoint=0, epochs=0.7)
-            assert [text for text in texts if "busy" in text] == [
-                "this machine is busy: load 9.0 on 2 cores, which runs at once share"
+            assert [text for text in texts if "processes" in text] == [
+                "load 9.0 on 2 cores: other processes slow this run"
             ] * named
 
 

@@ -188,7 +188,7 @@ class WeightsCost(TypedDict):
 def weights_line(cost: WeightsCost) -> str:
     """Describe in words how many nats the packed weights of a teacher cost."""
     return (
-        f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats a token: validation loss "
+        f"{cost['weights']} weights cost the teacher {cost['cost']:+.4f} nats per token: validation loss "
         f"{cost['loss']:.4f}, with whole weights {cost['whole_loss']:.4f} ({cost['sequences']:,} sequences)"
     )
 

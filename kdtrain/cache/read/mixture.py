@@ -105,7 +105,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
     def __repr__(self) -> str:
         given = ", ".join(f"{quota} of {each!r}" for quota, each in zip(self.order.quotas, self.members, strict=True))
-        return f"Mixture: {len(self)} sequences an epoch, {given}"
+        return f"Mixture: {len(self)} sequences per epoch, {given}"
 
 
 class Batches(Sampler[list[int]]):

@@ -25,7 +25,8 @@ MADE = (
     "written by a student",
     "left out of the text",
     "kept mass",
-    "bytes a token",
+    "bytes per token",
+    "of these",
     "temperatures",
 )
 """The facts that a command which has made a cache prints, after its splits."""
@@ -70,7 +71,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
         **{split: split_text(manifest, split) for split in manifest.splits},
         "vocabulary": f"{settings.vocab_size:,}, of a tokenizer with {settings.tokenizer_size:,} entries",
         "documents": "each sees itself alone" if settings.document_mask else "",
-        "bytes a token": number(total),
+        "bytes per token": number(total),
         "of these": ", ".join(f"{name} {number(parts[name])}" for name in largest),
         "temperatures": _temperatures(manifest),
         "tail rule": tail_rule(manifest) or "",
@@ -195,7 +196,7 @@ def _fidelity(about: Mapping[str, Any]) -> list[str | Table]:
         "teacher's, of each token and of their mean (the same: angle 0° and length 1)",
     ]
     if tokens < _CHECKED:
-        parts.append(f"mean angle: what {_CHECKED:,} tokens would show, if all of it were noise and if none were")
+        parts.append(f"mean angle: expected with {_CHECKED:,} tokens, if all of it is noise and if none is")
     header = ("T", "tail rule", "angle", "length", "mean angle", "mean length", "in words")
     parts.append(columns(header, rows, left=("tail rule", "in words")))
     if divergences:

@@ -146,7 +146,7 @@ def examine(
     if mass < expected / 2:
         notes.append(
             f"the label has the probability {mass / number:.3f}; labels that came from the teacher would have "
-            f"{expected / number:.3f}: it does not know this text, or was asked about another"
+            f"{expected / number:.3f}: it does not know this text, or answered another"
         )
     if loss / number > math.log(vocab_size):
         notes.append(

@@ -114,7 +114,7 @@ def finding(found: Mapping[str, Any]) -> str | None:
         fit = f"best fit: partly {best['fault']} ({share:.0%} of the difference), or {OTHER_WEIGHTS}"
     return (
         f"{', '.join(found['failed'])}: not what {found['teacher']} predicts; {fit} "
-        f"({number(max(best['divergence'], 0.0))} nats a token from the teacher)"
+        f"({number(max(best['divergence'], 0.0))} nats per token from the teacher)"
     )
 
 

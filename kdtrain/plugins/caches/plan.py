@@ -133,7 +133,7 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
             )
     if total > 255:
         raise UsageError(
-            f"{names(caches)} have {total} samples a token together; counts are kept in 8 bits, so 255 are the most"
+            f"{names(caches)} have {total} samples per token together; counts are kept in 8 bits, so 255 are the most"
         )
     points = dict[Fraction, Stated]()
     hint = "draw others with kdtrain cache-teacher --refine CACHE"

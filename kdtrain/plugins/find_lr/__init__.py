@@ -27,7 +27,7 @@ class FindLrConfig(DistillConfig):
         refuse(self.dry_run or self.sanity, "--dry-run and --sanity are for distill; leave them out")
         refuse(
             self.remote is not None,
-            "find-lr does not ask a server; make a cache with cache-teacher, and give --cache",
+            "find-lr does not use a server; make a cache with cache-teacher, and give --cache",
         )
         refuse(
             start.resume != "auto" or start.overwrite,

@@ -326,7 +326,7 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
     axes.tick_params(labelsize=8)
     axes.set_title(f"Validation loss by rate: {suggestion['lr']:.2g} is suggested", fontsize=9)
     axes.set_xlabel("peak learning rate", fontsize=8)
-    axes.set_ylabel("nats a token", fontsize=8)
+    axes.set_ylabel("nats per token", fontsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

@@ -61,7 +61,7 @@ def write_checked(file: Path, write: Callable[[str], None], kind: str, model: An
     library = next(filter(importlib.util.find_spec, LIBRARIES), None)
     if library is None:
         write(kind)
-        return "not checked in llama.cpp, which pip install cyllama brings"
+        return "not checked in llama.cpp, which pip install cyllama installs"
     texts = probe_texts(tokenizer)
     ids = [tokenizer(text).input_ids for text in texts]
     size, longest, ends = model.config.vocab_size, model.config.max_position_embeddings, accumulate(map(len, ids))

@@ -192,7 +192,7 @@ def _write(
         array, raw = tensor.detach().float().contiguous().numpy(), gguf.GGMLQuantizationType[form]
         writer.add_tensor(name, gguf.quantize(array, raw), raw_dtype=raw)
     if odd:
-        log.info("%d tensors stay in %s, as %s: their rows are no multiple of 32", len(odd), rest, odd[0])
+        log.info("%d tensors stay in %s, as %s: their rows are not multiples of 32", len(odd), rest, odd[0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

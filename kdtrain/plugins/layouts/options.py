@@ -80,7 +80,7 @@ class ImportConfig(Printed):
         coded = LAYOUTS.has(self.layout, REQUIRES_COMPRESSOR)
         refuse(
             coded and self.compressor is None,
-            f"--layout {self.layout} needs --compressor FILE.yaml: the data do not say how they are coded",
+            f"--layout {self.layout} needs --compressor FILE.yaml: the data do not state how they are coded",
         )
         refuse(
             self.temperature not in (None, 1.0),

@@ -38,25 +38,25 @@ AXES = {"steps": "step", "tokens": "tokens", "minutes": "minutes of optimizer st
 NAMES = {"temperature": "T", "precision": "quantized"}
 """Other names of numbers of metrics.jsonl."""
 TITLES = {
-    "validation/loss": ("Validation loss", "nats a token"),
-    "validation/kl": ("KL to the teacher, validation", "nats a token"),
+    "validation/loss": ("Validation loss", "nats per token"),
+    "validation/kl": ("KL to the teacher, validation", "nats per token"),
     "validation/ece": ("Calibration error (ECE), validation", "share"),
-    "validation/accuracy": ("Next token right, validation", "share"),
+    "validation/accuracy": ("Accuracy, validation", "share"),
     "validation/perplexity": ("Perplexity, validation", ""),
     "validation/bits_per_byte": ("Validation, bits per byte", "bits per byte"),
-    "validation/teacher_loss": ("The teacher's validation loss", "nats a token"),
-    "loss": ("Training loss", "nats a token"),
-    "loss_avg": ("Training loss, average", "nats a token"),
-    "ce": ("Cross-entropy, training", "nats a token"),
-    "kd": ("Divergence, training", "nats a token"),
-    "kd_T1": ("Divergence at T = 1, training", "nats a token"),
+    "validation/teacher_loss": ("The teacher's validation loss", "nats per token"),
+    "loss": ("Training loss", "nats per token"),
+    "loss_avg": ("Training loss, average", "nats per token"),
+    "ce": ("Cross-entropy, training", "nats per token"),
+    "kd": ("Divergence, training", "nats per token"),
+    "kd_T1": ("Divergence at T = 1, training", "nats per token"),
     "T": ("Temperature", "T"),
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm before clipping", ""),
     "quantized": ("Precision", "1 is quantised"),
     "tok/s": ("Speed, average", "tokens/s"),
     "tok/s_last": ("Speed of a step", "tokens/s"),
-    "data_wait_s": ("Waiting for data", "seconds a step"),
+    "data_wait_s": ("Waiting for data", "seconds per step"),
     "memory_resident_mb": ("Memory", "MiB"),
     "memory_allocated_mb": ("Memory of the GPU", "MiB"),
 }
@@ -163,7 +163,7 @@ def panel(axes: Axes, groups: Sequence[Group], x: str, name: str) -> None:
         for run, place in zip(group.runs, places, strict=True):
             marked += _interventions(axes, run, place, color, 1 - 0.07 * (marked % 5))
             rows += _quantized(axes, run, place, color, 0.015 + 0.03 * rows)
-    if TITLES.get(name, ("", ""))[1] == "nats a token":
+    if TITLES.get(name, ("", ""))[1] == "nats per token":
         _zoom(axes)
     if name == "validation/loss":
         _teacher(axes, [each.mean("teacher_validation_loss") for each in groups])

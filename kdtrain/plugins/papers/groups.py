@@ -232,7 +232,7 @@ def caution(groups: Sequence[Group]) -> list[str]:
     """Return what a reader of the comparison must know: seeds, tokens, and runs that have not ended."""
     notes, others = [], len({run.tokenizer for each in groups for run in each.runs} - {None}) > 1
     if others:
-        notes.append("the students have different tokenizers: bits per byte compare, losses in nats a token do not")
+        notes.append("the students have different tokenizers: bits per byte compare, losses in nats per token do not")
     seeds = [len(each.values("last_validation_loss")) for each in groups]
     if max(seeds, default=0) < 2:
         notes.append("one seed only: any difference may be the luck of a seed; repeat a run with --seed 1")

@@ -195,7 +195,7 @@ def read_sweep(file: Path, out: Path) -> Sweep:
     if not isinstance(seeds, list) or not seeds or any(type(each) is not int or each < 0 for each in seeds):
         raise UsageError(f"{file}: seeds is not a list of whole numbers; write seeds = [0, 1, 2]")
     if len(set(seeds)) < len(seeds):
-        raise UsageError(f"{file}: a seed stands twice in seeds")
+        raise UsageError(f"{file}: seeds has a seed twice")
     named = {kind: _named(file, kind, tables.get(kind, {})) for kind in ("caches", "arms")}
     if not named["arms"]:
         raise UsageError(f"{file} has no arm; add [arms.NAME] with the options in which it differs from [common]")
@@ -207,7 +207,7 @@ def read_sweep(file: Path, out: Path) -> Sweep:
         raise UsageError(f"{file}: more than the {_MOST:,} runs that a sweep takes")
     named["arms"] = _named(file, "arms", dict(grid))
     if len(named["arms"]) < len(grid):
-        raise UsageError(f"{file}: an arm stands twice")
+        raise UsageError(f"{file}: there are two arms of this name")
 
     places = {name: str(out / "caches" / name) for name in named["caches"]}
     wrong = dict[str, dict[str, None]]()
@@ -313,7 +313,7 @@ def _flat(file: Path, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in table.items():
         if isinstance(value, dict) and name not in sections:
             raise UsageError(
-                f'{file}: [{where}.{name}] is no section of options; quote names with dots: [arms."a-0.5"]'
+                f'{file}: [{where}.{name}] is not a section of options; quote names with dots: [arms."a-0.5"]'
             )
         found |= _flat(file, where, value) if isinstance(value, dict) else {name.replace("-", "_"): value}
     return found

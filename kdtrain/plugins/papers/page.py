@@ -157,7 +157,7 @@ def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
     try:
         manifest = kept_manifest(str(cache.get("cache")), str(cache["digest"]))
     except (UsageError, RunError, OSError, ValueError) as error:
-        return {"missing": f"It is no longer there to be described: {printable(str(error))[:200]}", "parts": []}
+        return {"missing": f"It is no longer there: {printable(str(error))[:200]}", "parts": []}
     if not manifest.is_known_as(str(cache["digest"])):
         return {"missing": "Another cache lies there now; this one is known by its digest alone.", "parts": []}
     return {"missing": "", "parts": [facts_table(cache_facts(manifest)), *fidelity(manifest)]}

@@ -165,5 +165,5 @@ def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:
         return f"{job.name}: {error or 'done'}"
     text = f"{job.name}: {error or row['state']}"
     loss = row["best_validation_loss"]
-    text += "" if loss is None else f", validation {loss_text(loss)} nats a token"
+    text += "" if loss is None else f", validation {loss_text(loss)} nats per token"
     return f"{text} ({sum(each.done for each in sweep.runs)} of {len(sweep.runs)} runs)"

@@ -206,7 +206,7 @@ def wanted_shape(like: ModelSpec, teacher: PreTrainedConfig, name: str) -> Shape
         wrong.append(f"it has {want:g} query heads for each key/value head, and the teacher {have:g}")
     wrong += [f"{key} is {ours}, and the teacher's is {theirs}" for key, ours, theirs in _others(like, config, teacher)]
     if wrong:
-        raise UsageError(f"--like {like.name} is no shape to cut {name} to: {'; '.join(wrong)}")
+        raise UsageError(f"--like {like.name} is not a shape to cut {name} to: {'; '.join(wrong)}")
     return after
 
 

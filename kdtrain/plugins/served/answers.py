@@ -217,7 +217,7 @@ def read_text(prompt: Span, answers: Answers, how: Writing, choice: Choice) -> t
         reason = str(choice.finish_reason)[:40]
         raise Wrong(f"finish_reason {reason} of a text whose last token is {ids[-1]}, where {ends} end it")
     if len(ids) > prompt.room or (not ended and len(ids) < prompt.room) or set(ids[:-1]) & set(ends):
-        raise Wrong(f"a text of {len(ids)} tokens, where {prompt.room} or an end token were asked for")
+        raise Wrong(f"a text of {len(ids)} tokens, where {prompt.room} or an end token were requested")
     whole = replace(prompt, tokens=[*prompt.tokens, *ids], room=0, written=len(ids))
     if answers.codec.num_samples:
         return whole, None

@@ -255,7 +255,7 @@ class Client:
             best = wanted or min(self.hosts, key=lambda each: (max(now, each.rests_until), each.busy))
             best.busy += 1
         if self._ended.wait(max(0.0, best.rests_until - now)):
-            raise RunError("the answer is not wanted any more")
+            raise RunError("the answer is no longer needed")
         return best
 
     def _rest(self, host: Host, problem: Passing) -> float:

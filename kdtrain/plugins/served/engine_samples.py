@@ -82,7 +82,7 @@ class SampleRequest(
             return typed(given, cls) if given else None
         except ValueError as error:
             keys = ", ".join(field.encode_name for field in msgspec.structs.fields(cls))
-            raise ValueError(f"kdtrain's samples are asked for by {keys} together: {error}") from None
+            raise ValueError(f"kdtrain's samples are requested by {keys} together: {error}") from None
 
     def points(self, start: int, stop: int) -> np.ndarray:
         """Return the points fp64 [N, D] of the prompt's positions `start` to `stop`."""

@@ -201,11 +201,11 @@ class Preflight(Teacher):
                     raise
                 code = f" ({refused.code})" if refused.code else ""
                 raise UsageError(
-                    f"{host} does not look like vLLM: asked for prompt_logprobs it says: {refused.words}{code}; "
+                    f"{host} does not look like vLLM: asked with prompt_logprobs it answers: {refused.words}{code}; "
                     "kdtrain needs vLLM's completions endpoint with prompt_logprobs: serve the teacher with vLLM"
                 ) from None
             build = stated["system_fingerprint"] = host.build and quoted(host.build, 100)
-            words = "server: %s gives %d entries a token, and adds no token to a prompt (%s)"
+            words = "server: %s gives %d entries per token, and adds no token to a prompt (%s)"
             log.info(words, host, self.asked.codec.top_k or TOP, build or stated["version"] or "of an unknown version")
             if self.asked.codec.num_samples:
                 self._check_samples(host, tokens[0])
@@ -291,7 +291,7 @@ class Preflight(Teacher):
         except RunError as error:
             raise UsageError(f"{error}; or give --top-k 64, which every vLLM has") from None
         number = self.asked.codec.num_samples
-        log.info("server: %s gives %d samples a token, with the receipt of kdtrain's plugin", host, number)
+        log.info("server: %s gives %d samples per token, with the receipt of kdtrain's plugin", host, number)
 
     def _fingerprint(self, host: Host, tokens: list[list[int]]) -> Fingerprint:
         """Take the fingerprint: send the probes alone, after a prompt with their beginning, and among others."""

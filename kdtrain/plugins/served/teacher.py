@@ -161,7 +161,7 @@ class ServedTeacher(Preflight):
         log.info("server: the same teacher as when the cache was begun, by its fingerprint")
         told, before = ({**each, "fingerprint": 0, "unsteady": 0} for each in (found, earlier))  # measured anew
         if told != before:
-            log.warning("server: it tells %s, and told %s before; its answers are the same", told, before)
+            log.warning("server: it reports %s, and reported %s before; its answers are the same", told, before)
 
     def write(self, how: Writing) -> None:
         """Let the servers continue prompts from here on, each by a request of its own: no batch decides its bits."""
@@ -208,7 +208,7 @@ class _ServedAnswers(ShardAnswers):
                 gone.append(host)
                 if len(gone) == len(self._teacher.client.hosts):
                     raise
-                log.warning("server: %s; what it said in this shard is compared with what others say", problem)
+                log.warning("server: %s; its answers in this shard are compared with those of the others", problem)
         for host in gone:  # the others vouch for it
             self._ask_again(self._given[host.url])
 

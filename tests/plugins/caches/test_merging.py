@@ -78,7 +78,7 @@ def test_what_makes_a_cache_ends_with_what_it_is_where_and_the_next_command(pair
         code, page, _ = pair.call(*words)
         lines, out = page.splitlines(), words[-1]
         assert code == 0 and lines[0].startswith(f"{out}: {kept}") and len(lines) < 12 and max(map(len, lines)) <= 100
-        assert "\nbytes a token: " in page and "\ntemperatures: for T = 1 only" in page
+        assert "\nbytes per token: " in page and "\ntemperatures: for T = 1 only" in page
         assert lines[-1] == f"Next: kdtrain distill --cache {out} --student SPEC --out runs/NAME"
 
 

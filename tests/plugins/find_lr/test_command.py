@@ -316,5 +316,5 @@ def test_the_page_shows_the_table_of_the_code():
 
 def test_a_server_and_the_options_of_a_run_that_resumes_are_refused():
     server = type(FindLrConfig(student="s", out="o", cache="c").plugins["server"])(teacher_server=("http://host/v1",))
-    with pytest.raises(UsageError, match="find-lr does not ask a server; make a cache with cache-teacher"):
+    with pytest.raises(UsageError, match="find-lr does not use a server; make a cache with cache-teacher"):
         FindLrConfig(student="s", out="o", teacher="t", data=DataConfig(data="stdlib"), plugins={"server": server})

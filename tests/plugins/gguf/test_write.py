@@ -110,7 +110,7 @@ def test_the_package_gguf_reads_the_tensors_and_the_tokenizer_back(bench, run, m
     code, _, err = bench.call(*argv)
     assert code == 0, err
     odd = options[-1] == "q8_0"
-    assert ("tensors stay in F16, as blk.0.ffn_down.weight: their rows are no multiple of 32" in err) == odd
+    assert ("tensors stay in F16, as blk.0.ffn_down.weight: their rows are not multiples of 32" in err) == odd
     reader = gguf.GGUFReader(f"{out}/{out}.gguf")
     entries = {key: field.contents() for key, field in reader.fields.items()}
     size = STUDENTS[name].get("head_dim", 16)

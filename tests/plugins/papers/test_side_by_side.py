@@ -322,7 +322,7 @@ def test_a_plot_has_units_distinct_looks_interventions_and_precision(folders):
     groups = read_groups(folders)
     figure = figures.draw(groups, "tokens", ["validation/loss", "temperature"])
     loss, temperature = figure.axes
-    assert (loss.get_ylabel(), temperature.get_xlabel()) == ("nats a token", "tokens")
+    assert (loss.get_ylabel(), temperature.get_xlabel()) == ("nats per token", "tokens")
     labels = [each.get_text() for each in figure.legends[0].get_texts()]
     assert labels == ["a0 (2 seeds)", "b", "rollback", "switch", "resume", "quantised (foot)"]
     marks = {line.get_marker(): line.get_xdata()[0] for line in temperature.get_lines() if len(line.get_xdata()) == 1}

@@ -165,7 +165,7 @@ def test_a_resume_on_a_noisier_server_is_held_to_what_that_one_allows(server, fa
     begun(server)
     server.always = fault
     assert len(capture(server)["train"]) == 10 and fault in server.fired
-    assert "server: it tells" not in capsys.readouterr().err, "noise is no fact that a server tells"
+    assert "server: it reports" not in capsys.readouterr().err, "noise is no fact that a server tells"
 
 
 def test_a_balancer_before_several_models_is_a_warning_that_names_it_and_stays_in_the_manifest(server, capsys):
