@@ -14,8 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kdtrain.cache.read.remote import kept_manifest
-from kdtrain.cache.tools.facts import cache_facts, fidelity
+from kdtrain.cache.tools.facts import kept_facts
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
 from kdtrain.monitor.measures import evaluations
@@ -32,7 +31,7 @@ from kdtrain.plugins.papers.groups import (
     read_groups,
     refuse_existing,
 )
-from kdtrain.tables import Table, columns, counted, facts_table, show
+from kdtrain.tables import Table, columns, counted, show
 
 MOST_BYTES = 2_000_000
 """Most bytes of a page."""
@@ -155,12 +154,12 @@ def _caches(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
 def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a cache's description, or why there is none."""
     try:
-        manifest = kept_manifest(str(cache.get("cache")), str(cache["digest"]))
+        parts = kept_facts(str(cache.get("cache")), str(cache["digest"]))
     except (UsageError, RunError, OSError, ValueError) as error:
         return {"missing": f"It is no longer there to be described: {printable(str(error))[:200]}", "parts": []}
-    if not manifest.is_known_as(str(cache["digest"])):
+    if parts is None:
         return {"missing": "Another cache lies there now; this one is known by its digest alone.", "parts": []}
-    return {"missing": "", "parts": [facts_table(cache_facts(manifest)), *fidelity(manifest)]}
+    return {"missing": "", "parts": parts}
 
 
 def draw_reliability(groups: Sequence[Group]) -> Any:

@@ -110,7 +110,7 @@ class Client:
     Args:
         urls: their addresses.
         concurrency: requests at once. timeout: seconds of one answer. patience: seconds of failures of one request.
-        engine: how they are asked.
+        engine: whose requests and answers these are.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The kinds of inference servers: how each is asked for the distributions of a prompt, in the words of vLLM.
+"""The kinds of inference servers: how the distributions of a prompt are requested of each, in the words of vLLM.
 
 What kdtrain requests and reads is what vLLM's completions have. An engine with another interface translates both ways;
 the rest is the same for every engine: retries, checks, the fingerprint, caches. Its name stands in the teacher's TOML,
@@ -32,7 +32,7 @@ class Completion(msgspec.Struct):
 
 
 class Engine:
-    """vLLM's completions; another engine overrides what differs, and is not trusted more than any server."""
+    """vLLM's completions; another engine overrides what differs, and is no more trusted than any server."""
 
     answer: Any = Completion
     """The type that its JSON must have, of msgspec."""
