@@ -20,7 +20,7 @@ from kdtrain.run.recipe import resolve, run_device, student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import show
 from kdtrain.training.signals import interruptible
-from kdtrain.training.sources.cached import open_sources
+from kdtrain.training.sources.cache import open_sources
 
 
 def main(config: DistillConfig) -> int:
@@ -84,13 +84,13 @@ def foresee(config: DistillConfig) -> tuple[float, str, int | None]:
 
     UsageError: cache or student cannot be read.
     """
-    student, train = student_spec(config), None
+    student = student_spec(config)
+    size = sequences = None
     if config.data.data is None and not config.cross_tokenizer:
         train = open_sources(config, config.cache)["train"]
-    lr, source = config.optimizer.lr, "--lr"
-    if isinstance(lr, str):
-        lr, source = table_rate(config, student, None if train is None else train.facts.vocab_size)
-    return lr, source, None if train is None else len(train)
+        size, sequences = train.facts.vocab_size, len(train)
+    lr = config.optimizer.lr
+    return (*table_rate(config, student, size), sequences) if isinstance(lr, str) else (lr, "--lr", sequences)
 
 
 def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) -> dict[str, Any]:

@@ -168,15 +168,6 @@ def arm_of(folder: Path) -> tuple[str, ...]:
     return (arm.parent.name, arm.name) if (arm.parent / SWEEP).is_file() else ()
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    """The last texts that the run in `folder` sampled, each with `step`. OSError, ValueError: as `lines`."""
-    last: list[dict[str, Any]] = []
-    for _, record in lines(folder / "samples.jsonl"):
-        if record is not None:
-            last = [*(last if last and last[0]["step"] == record["step"] else []), record][:8]
-    return last
-
-
 def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line of a log, as text and as a record; the record is None where the line is none. Without a file: nothing.
 

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,7 +19,7 @@ from kdtrain.cache.tools.facts import kept_facts
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
 from kdtrain.monitor.measures import evaluations
-from kdtrain.monitor.record import samples
+from kdtrain.monitor.record import lines
 from kdtrain.monitor.runs import LoggedRun
 from kdtrain.plugins.papers import figures
 from kdtrain.plugins.papers.figures import COLUMN, GREY
@@ -162,6 +163,15 @@ def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
     return {"missing": "", "parts": parts}
 
 
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    """Return the last texts that the run in `folder` sampled, each with `step`. OSError, ValueError: as `lines`."""
+    last: list[dict[str, Any]] = []
+    for _, record in lines(folder / "samples.jsonl"):
+        if record is not None:
+            last = [*(last if last and last[0]["step"] == record["step"] else []), record][:8]
+    return last
+
+
 def draw_reliability(groups: Sequence[Group]) -> Any:
     """Accuracy against confidence at the last validation, the seeds of a group together; None: no run has it.
 
@@ -201,7 +211,7 @@ def _prompts(runs: Sequence[LoggedRun]) -> list[tuple[str, list[tuple[str, dict[
     texts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for run in runs:
         try:
-            rows = samples(run.folder)
+            rows = _samples(run.folder)
         except (OSError, ValueError):
             continue
         for row in rows:
