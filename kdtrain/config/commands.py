@@ -196,8 +196,9 @@ class DistillConfig(Extended):
     @staticmethod
     def later() -> dict[str, Any]:
         """Return deciding options that earlier versions lacked, with their defaults, which checkpoints leave out."""
-        options = [each for _, each in fields_of(DistillConfig)]
-        return {each.name: written(each, each.default) for each in options if each.metadata.get("later")}
+        return {
+            each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
