@@ -388,7 +388,7 @@ PRIVATE = (
 
 
 def printed() -> list[str]:
-    """The strings of the code that a user may read: all but docstrings, and names of keys."""
+    """Return the strings of the code that a user may read: all but docstrings, and names of keys."""
     bare = {id(node.value) for node in nodes() if isinstance(node, ast.Expr)}
     texts = [node for node in nodes() if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     keys = {"GiB a rank", "GB sent a step"}  # of --json, which do not change

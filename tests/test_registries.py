@@ -105,68 +105,6 @@ CODE = {
     "teachers": ("bigram", TEACHER),
 }
 
-FIVE = '''
-"""Text backwards, a table as a teacher, a log of its own, T that falls, and a loss that has no T."""
-import json
-from dataclasses import replace
-import torch
-import kdtrain as kd
-from kdtrain.training.sources.cache import open_cache
-
-@kd.register_source("reversed")
-class Reversed:
-    """The packed text of --data, last token first."""
-    overlaps, repeatable = True, True
-
-    def __init__(self, request):
-        self.text = open_cache(request)
-        self.facts = replace(self.text.facts, identity=f"reversed {self.text.facts.identity}")
-
-    def __len__(self):
-        return len(self.text)
-
-    def read(self, indices):
-        batch = self.text.read(indices)
-        return replace(batch, tokens=batch.tokens.flip(1), loss_mask=batch.loss_mask.flip(1))
-
-@kd.register_teacher("table")
-class Table(kd.Teacher):
-    """Fixed logits of the next token, by the last one."""
-    vocab_size = property(lambda self: self.spec.options["size"])
-    digest = property(lambda self: f"table {self.vocab_size}")
-
-    def logits(self, tokens_BT, segments_BT):
-        size = self.vocab_size
-        return torch.randn(size, size, generator=torch.Generator().manual_seed(0))[tokens_BT]
-
-@kd.register_logger("json")
-class Json(kd.Logger):
-    """A file of the run."""
-    def __init__(self, folder, text, resume_step):
-        self.path, self.numbers = folder / text, {}
-
-    def scalars(self, step, numbers):
-        self.numbers.setdefault(step, {}).update(numbers)
-
-    def close(self):
-        self.path.write_text(json.dumps(self.numbers))
-
-@kd.register_temperature("halving", learns=False, scheduled=True, help="from T to its end, halving the way")
-class Halving(kd.Temperature):
-    def __init__(self, options):
-        super().__init__(options.start)
-        self.start, self.end = options.start, options.end
-        self.reach = tuple(sorted((self.start, self.end)))
-
-    def value(self):
-        return torch.tensor(self.end + (self.start - self.end) / 2**self.step)
-
-@kd.register_divergence("apart", depends_on_temperature=False)
-def apart(events, number):
-    """Half the squared distance of the probabilities."""
-    return (events.teacher.exp() - events.student.exp()).square().sum(-1) / 2
-'''
-
 
 def install(folder: Path, package: str, group: str, name: str, code: str) -> None:
     """Write `package`, whose one module registers `name`, and its metadata, to `folder`."""
@@ -347,36 +285,6 @@ def test_a_logger_that_is_not_ready_is_refused_before_anything_is_written(server
     done = forked(server, tmp_path, tmp_path / "p", *argv)
     assert (done.returncode, done.stderr) == (2, "kdtrain: no server at here\n")
     assert not (tmp_path / "run").exists()
-
-
-def test_one_package_of_under_60_lines_brings_source_teacher_logger_temperature_and_divergence(server, bench):
-    assert len(FIVE.strip().splitlines()) < 60
-    folder, ways = bench / "packages", ("sources", "teachers", "loggers", "temperatures", "divergences")
-    install(folder, "five", ways[0], "reversed", FIVE)
-    names = dict(zip(ways, ("reversed", "table", "json", "halving", "apart"), strict=True))
-    entries = "".join(f"[kdtrain.{group}]\n{name} = five\n" for group, name in names.items())
-    (folder / "five-1.0.dist-info" / "entry_points.txt").write_text(entries)
-    (bench / "table.toml").write_text("kind = 'table'\ntokenizer = 'teacher'\n[options]\nsize = 300\n")
-    text = ("--data", "count:80", "--seq-len", 32, "--num-sequences", 8, "--validation-sequences", 4)
-    words = (*text, "--teacher", "table.toml", "--precision", "fp32", "--log-to", "json:shown.json")
-    words += ("--temperature-mode", "halving", "--temperature", 2, "--divergence", "apart", "--temperature-end", 1)
-    forwards = trained(server, bench, "forwards", *words, cache=None)
-    backwards = trained(server, bench, "reversed", *words, "--source", "reversed", cache=None)
-    assert [step["T"] for step in backwards] == [2.0, 1.5, 1.25]
-    assert forwards[0]["ce"] != backwards[0]["ce"]
-    assert all(0 < step["kd"] < 1 for step in backwards)
-    shown = json.loads((bench / "reversed" / "shown.json").read_text())
-    assert [shown[str(number)]["train/loss"] for number in (1, 2, 3)] == [step["loss"] for step in backwards]
-    again = forked(
-        *(server, bench, folder, "distill", *words, "--student", "student.toml", "--out", "reversed", "--steps", 3),
-        *("--batch-size", 4, "--no-compile", "--source", "cache"),
-    )
-    assert again.returncode == 2 and "--source (was reversed, now cache)" in again.stderr, again.stderr
-    learned = ("distill", *text, "--source", "reversed", "--student", "student.toml", "--out", "learned", "--steps", 3)
-    done = forked(
-        server, bench, folder, *learned, "--batch-size", 4, "--no-compile", "--temperature-mode", "likelihood"
-    )
-    assert done.returncode == 2 and "needs a teacher to learn T from, and" in done.stderr, done.stderr
 
 
 def test_a_package_adds_a_command_with_its_own_options(bench):

@@ -11,15 +11,16 @@ from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.imports import quiet_libraries
 from kdtrain.monitor.facts import closing_page
+from kdtrain.monitor.path_kind import is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run.build import build
-from kdtrain.run.path_kind import is_run
-from kdtrain.run.recipe import resolve, run_device
+from kdtrain.run.recipe import resolve, run_device, student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.tables import show
 from kdtrain.training.signals import interruptible
+from kdtrain.training.sources.cache import open_sources
 
 
 def main(config: DistillConfig) -> int:
@@ -76,6 +77,20 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
         result["student"] = str(run.out / "student")
 
     return train(configured(DistillConfig, config, options), finish=export)
+
+
+def foresee(config: DistillConfig) -> tuple[float, str, int | None]:
+    """Return the rate of a run's --lr, where it is from, and the run's sequences; None: its text is not packed yet.
+
+    UsageError: cache or student cannot be read.
+    """
+    student = student_spec(config)
+    size = sequences = None
+    if config.data.data is None and not config.cross_tokenizer:
+        train = open_sources(config, config.cache)["train"]
+        size, sequences = train.facts.vocab_size, len(train)
+    lr = config.optimizer.lr
+    return (*table_rate(config, student, size), sequences) if isinstance(lr, str) else (lr, "--lr", sequences)
 
 
 def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.measures import evaluations
+from kdtrain.monitor.path_kind import is_run
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.monitor.record import add_evaluation
 from kdtrain.objective.batch import Batch
@@ -38,7 +39,6 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device, refuse_many_processes
 from kdtrain.run.build_cache import build_tokens, decided, refuse_no_rows
-from kdtrain.run.path_kind import is_run
 from kdtrain.run.saved_student import open_student, run_of, tokenizer_place
 from kdtrain.run.tokenizer_view import differ, entries
 from kdtrain.tables import show

@@ -16,10 +16,10 @@ from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
+from kdtrain.monitor.path_kind import read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.model_card import card_files
-from kdtrain.run.path_kind import read_result
 from kdtrain.run.saved_student import (
     base_spec,
     checkpoint_of,

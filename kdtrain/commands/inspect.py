@@ -33,10 +33,10 @@ from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
 from kdtrain.monitor import facts as of_run
 from kdtrain.monitor.facts import TAIL, mib, quoted
 from kdtrain.monitor.measures import evaluations, tested
+from kdtrain.monitor.path_kind import damage_of, kind_of, read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.net.address import Address, parse_address
-from kdtrain.run.path_kind import damage_of, kind_of, read_result
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
 
 _PARENTS = 50

@@ -20,7 +20,18 @@ from kdtrain.config.sections import (
     QuantizationConfig,
     StoppingConfig,
 )
-from kdtrain.config.values import Conflicts, Extended, Options, Printed, option, refuse
+from kdtrain.config.values import (
+    Conflicts,
+    Extended,
+    Options,
+    Printed,
+    fields_of,
+    marked,
+    option,
+    refuse,
+    sections,
+    written,
+)
 
 
 def partners(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -172,6 +183,22 @@ class DistillConfig(Extended):
     def micro_batch_given(self) -> int | None:
         """--micro-batch-size if it is a number, else None."""
         return None if self.micro_batch_size == "auto" else self.micro_batch_size
+
+    def deciding(self) -> dict[str, dict[str, Any]]:
+        """Return the options that decide the result of a run, by section."""
+        free, later = marked(DistillConfig, "free"), self.later()
+        tables = {
+            section: {name: each for name, each in table.items() if name not in free and each != later.get(name, ...)}
+            for section, table in sections(self).items()
+        }
+        return {section: table for section, table in tables.items() if table}
+
+    @staticmethod
+    def later() -> dict[str, Any]:
+        """Return deciding options that earlier versions lacked, with their defaults, which checkpoints leave out."""
+        return {
+            each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

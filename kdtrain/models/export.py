@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from kdtrain.errors import RunError, UsageError, first_sentence, making, writing
 from kdtrain.files import (
@@ -146,20 +146,27 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     whole: Any = whole_model(model)
     if tokenizer is not None and whole.generation_config is not None:
         complete_generation(whole, tokenizer)
-    kind, state = None if dtype is None else getattr(torch, dtype), None
+    kind, merged = None if dtype is None else getattr(torch, dtype), None
+    state = whole_state(whole, kind)
     if adapted(whole):
-        from kdtrain.models.adapters import merged_state
-
-        state = merged_state(whole)
-        if kind is not None:
-            refuse_overflow(state, kind)
-        state = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
+        merged = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
         if kind is not None:
             whole.config.dtype = kind
     elif kind is not None:
-        refuse_overflow(whole.state_dict(), kind)
         whole = copy.deepcopy(whole).to(kind)
-    whole.save_pretrained(out, state_dict=state, max_shard_size=most)
+    whole.save_pretrained(out, state_dict=merged, max_shard_size=most)
+
+
+def whole_state(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the weights of a model, adapters added to them. UsageError: one is too large for `dtype`."""
+    state = model.state_dict()
+    if adapted(model):
+        from kdtrain.models.adapters import merged_state
+
+        state = merged_state(model)
+    if dtype is not None:
+        refuse_overflow(state, dtype)
+    return state
 
 
 def complete_generation(model: Any, folder: Path) -> None:

@@ -16,7 +16,6 @@ line.
 """
 
 import contextlib
-import difflib
 import errno
 import re
 import threading
@@ -390,17 +389,6 @@ def ask_config(spec: ModelSpec) -> PreTrainedConfig:
         return cast(PreTrainedConfig, config)
 
     return ask(source, load)
-
-
-def config_of(name: str, model_type: object, table: dict[str, Any]) -> PreTrainedConfig:
-    """Make a configuration from the table of a spec or a checkpoint. Raises `UsageError` that begins with `name`."""
-    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = difflib.get_close_matches(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{name}: model_type '{model_type}' is not a causal LM of transformers{hint}")
-    refuse_code(name, {**table, "model_type": model_type})
-    refuse_impossible(name, table)
-    return ask(name, lambda: AutoConfig.for_model(model_type, **table))
 
 
 def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: bool) -> PreTrainedTokenizerFast:

@@ -30,13 +30,12 @@ from kdtrain.models.hub import (
     ask,
     ask_config,
     attention_option,
-    config_of,
     opened,
     refuse_foreign_weights,
     refuse_large_generation,
     revision_of,
 )
-from kdtrain.models.scratch import configuration, initialised, model_from_layers, new_model
+from kdtrain.models.scratch import config_of, configuration, initialised, model_from_layers, new_model
 from kdtrain.models.spec import ADAPTER_CONFIG, LOCAL, ModelSpec, read_spec
 from kdtrain.models.tokenizer import generation_from, savable_generation
 

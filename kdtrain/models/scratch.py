@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kdtrain.errors import UsageError
-from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, config_of
+from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, refuse_code, refuse_impossible
 from kdtrain.models.spec import ModelSpec, read_spec
 
 # Keys of older configurations, which transformers moves into `rope_parameters`.
@@ -110,6 +111,17 @@ def parameter_count(name: str, config: PreTrainedConfig, *, trust_remote_code: b
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return sum(each.numel() for each in ask(name, make).parameters())
+
+
+def config_of(name: str, model_type: object, table: dict[str, Any]) -> PreTrainedConfig:
+    """Make a configuration from the table of a spec or a checkpoint. Raises `UsageError` that begins with `name`."""
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"{name}: model_type '{model_type}' is not a causal LM of transformers{hint}")
+    refuse_code(name, {**table, "model_type": model_type})
+    refuse_impossible(name, table)
+    return ask(name, lambda: AutoConfig.for_model(model_type, **table))
 
 
 def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -117,6 +117,11 @@ class ModelSpec:
             raise ValueError("[config] has no model_type; add one, such as model_type = 'llama'")
         if self.init == "pretrained" and self.config is not None:
             raise ValueError("[config] has no weights; set init = 'scratch', or give a source")
+
+    def as_recorded(self, record: Mapping[str, Any]) -> "ModelSpec":
+        """Return the spec with the dtype, attention and weights of a cache's record of its teacher, where known."""
+        allowed = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
+        return replace(self, **{key: record[key] for key, known in allowed.items() if record.get(key) in known})
 
 
 def shipped(kind: Literal["teachers", "students"]) -> dict[str, Path]:

@@ -168,15 +168,6 @@ def arm_of(folder: Path) -> tuple[str, ...]:
     return (arm.parent.name, arm.name) if (arm.parent / SWEEP).is_file() else ()
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    """Return the last texts that the run in `folder` sampled, each with `step`. OSError, ValueError: as `lines`."""
-    last: list[dict[str, Any]] = []
-    for _, record in lines(folder / "samples.jsonl"):
-        if record is not None:
-            last = [*(last if last and last[0]["step"] == record["step"] else []), record][:8]
-    return last
-
-
 def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Yield each line of a log, as text and as a record; None for a line that is not a record. Without a file: nothing.
 

@@ -43,7 +43,7 @@ from kdtrain.parallel.agreement import agree
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.tokenizers.view_format import TEXT, own_data
-from kdtrain.training.sources.cached import open_sources
+from kdtrain.training.sources.cache import open_sources
 from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest, Rows, register_plan
 from kdtrain.training.sources.source import Source
 

@@ -26,7 +26,7 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.config.kinds import choices, metavar
 from kdtrain.config.removed import renewed
 from kdtrain.config.sections import FIXED_ALPHA, DataConfig, LoraConfig
-from kdtrain.config.values import fields_of, flag, marked, options_of, sections, shareable, written
+from kdtrain.config.values import fields_of, flag, options_of, sections, shareable, written
 from kdtrain.errors import RunError, UsageError, log, making, writing
 from kdtrain.files import (
     Lock,
@@ -48,10 +48,10 @@ from kdtrain.files import (
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.facts import LOCK as LOCK
+from kdtrain.monitor.path_kind import is_environment
+from kdtrain.monitor.path_kind import is_run as is_run
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
-from kdtrain.run.path_kind import is_environment
-from kdtrain.run.path_kind import is_run as is_run
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
@@ -204,23 +204,6 @@ def trial_folder(out: Path, check: Callable[[Path], object] = check_out) -> Iter
         all_gather_object(None)  # a barrier: every rank has finished reading
 
 
-def _later() -> dict[str, Any]:
-    """Return the deciding options that earlier versions lacked, with their defaults, which checkpoints leave out."""
-    return {
-        each.name: written(each, each.default) for _, each in fields_of(DistillConfig) if each.metadata.get("later")
-    }
-
-
-def deciding(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """Return the options that decide the result of a run, by section."""
-    free, later = marked(DistillConfig, "free"), _later()
-    tables = {
-        section: {name: value for name, value in table.items() if name not in free and value != later.get(name, ...)}
-        for section, table in sections(config).items()
-    }
-    return {section: table for section, table in tables.items() if table}
-
-
 def changes(
     saved: dict[str, Any], config: DistillConfig, only: str | None = None, but: Collection[str] = ()
 ) -> list[str]:
@@ -228,8 +211,8 @@ def changes(
 
     only: the one section to compare. but: options to leave out.
     """
-    found, later = [], _later()
-    for section, table in deciding(config).items():
+    found, later = [], config.later()
+    for section, table in config.deciding().items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
         table = {name: before[name] for name in later.keys() & before.keys()} | table
         earlier = renewed("distill", saved.get(section, {}))

@@ -43,7 +43,7 @@ from kdtrain.parallel.memory_plan import (
 from kdtrain.precision.formats import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import free_everywhere, is_main, on_main, pick_device, raise_on_all_ranks, reported
-from kdtrain.run.folder import deciding, restarted, run_lock, saved_choices
+from kdtrain.run.folder import restarted, run_lock, saved_choices
 from kdtrain.tables import short
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest
@@ -114,7 +114,7 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """The run that a checkpoint belongs to, as far as it is known before the models are loaded."""
         mixture = {"caches": self.members} if self.members else {}
-        return {"cache": self.facts.identity, "options": deciding(self.config), **mixture}
+        return {"cache": self.facts.identity, "options": self.config.deciding(), **mixture}
 
     @property
     def members(self) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from kdtrain.models.loading import is_adapter
 from kdtrain.models.spec import is_export
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
 from kdtrain.monitor.facts import RESULT, alphas
+from kdtrain.monitor.path_kind import best_run_beside, count_warnings, read_result
 from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
@@ -37,7 +38,6 @@ from kdtrain.run.folder import (
     write_tokenizer,
 )
 from kdtrain.run.model_card import card_files
-from kdtrain.run.path_kind import best_run_beside, count_warnings, read_result
 from kdtrain.run.recipe import PARTS, Recipe, allowing
 from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, student_at, written_parameters
 from kdtrain.tables import finite, show

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.cache.write.answers import ShardAnswers
@@ -55,8 +55,9 @@ class LocalTeacher(OnlineTeacher):
     _compiled: CompiledLayers | None = None
 
     @classmethod
-    def of(cls, model: SplitModel, mode: str = "fp32") -> "LocalTeacher":
+    def of(cls, model: SplitModel | PreTrainedModel, mode: str = "fp32") -> "LocalTeacher":
         """Make the teacher of a model that is loaded already, in evaluation mode."""
+        model = model if isinstance(model, SplitModel) else split(model)
         name = type(model.model).__name__
         teacher = cls(ModelSpec(name=name, source=name), model.model.device, mode)
         teacher._use(model)

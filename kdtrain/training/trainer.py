@@ -43,7 +43,7 @@ from kdtrain.training.sources.source import Source
 from kdtrain.training.state import TrainState
 from kdtrain.training.step import Status, Stepper, StepResult
 from kdtrain.training.student import Student
-from kdtrain.training.validate import calibration, summary, validate_members
+from kdtrain.training.validate import calibration, summary, validate, validate_members
 from kdtrain.training.withheld import Withheld
 
 if TYPE_CHECKING:
@@ -281,6 +281,17 @@ class Trainer:
         if is_best:
             progress.best_loss, progress.best_step = loss, progress.step
         return diverged, is_best, loss
+
+    def loss_by_part(self) -> list[float]:
+        """Return the validation loss of parts of the split, nats a token, as `find-lr` compares rates by."""
+        source, micro = self.validation_source, self.stepper.micro
+        count = min(len(source), self.validation_batches * micro)
+        size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
+        whole = count if not source.facts.members else len(source)  # whose members stand one behind the other
+        starts = [number * whole // (count // size) for number in range(count // size)]
+        student = self.student.eval()
+        found = [validate(student, source, micro=size, batches=1, part=range(at, at + size)) for at in starts]
+        return [each.cross_entropy / each.tokens for each in found if each is not None and each.tokens]
 
     def _begin_alpha(self, stop: StopRequest) -> None:
         """Measure alpha before the first step, where it follows withheld text; also of a run begun before it did."""

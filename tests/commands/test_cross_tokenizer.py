@@ -15,10 +15,10 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.library import Cache
 from kdtrain.models.spec import read_spec
-from kdtrain.run.folder import changes, deciding
+from kdtrain.run.folder import changes
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from kdtrain.tokenizers import alignment as alignments
-from kdtrain.training.sources.cached import CachedData
+from kdtrain.training.sources.cache import CachedData
 from kdtrain.training.sources.plan import PlanRequest
 from tests.token_kinds import train
 from tests.web import serving
@@ -84,7 +84,7 @@ def test_a_student_of_another_tokenizer_learns_from_the_cache(bench, learned):
 @pytest.mark.parametrize(("before", "resumes"), [("cells", True), ("auto", True), ("chunks", False), ("both", False)])
 def test_a_run_of_version_0_2_resumes_if_its_term_was_cells(bench, before, resumes):
     config = DistillConfig(student="other.toml", out=Path("never"), cache=("cache",), cross_tokenizer=True)
-    saved = deciding(config)
+    saved = config.deciding()
     saved["run"]["cross_tokenizer"] = before
     found = changes(saved, config)
     assert found == [] if resumes else len(found) == 1 and "version 0.2.0 (commit ab61eace)" in found[0]

@@ -13,7 +13,7 @@ from kdtrain.commands import distill
 from kdtrain.precision import modes
 from kdtrain.run import build, recipe, trial
 from kdtrain.run.build_cache import TextData
-from kdtrain.training.sources.cached import open_sources
+from kdtrain.training.sources.cache import open_sources
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
 

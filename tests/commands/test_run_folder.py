@@ -23,7 +23,6 @@ from kdtrain.errors import UsageError
 from kdtrain.files import make_writable, publish_json, temporary_name
 from kdtrain.run.folder import (
     claim_folder,
-    deciding,
     launch,
     refuse_changes,
     restarted,
@@ -245,7 +244,7 @@ def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkey
 
 def test_an_option_that_decides_the_result_may_not_change_and_is_named():
     before = OptimizerConfig(lr=3e-4)
-    saved = json.loads(json.dumps(deciding(config_of("o", optimizer=before))))
+    saved = json.loads(json.dumps(config_of("o", optimizer=before).deciding()))
     elsewhere = config_of("elsewhere", steps=9, micro_batch_size=4, optimizer=before)
     refuse_changes(saved, elsewhere, Path("o"), "step-00000004")
     changed = config_of("o", optimizer=OptimizerConfig(lr=0.5), objective=ObjectiveConfig(alpha=0.25), seed=3)
@@ -259,7 +258,7 @@ def test_an_option_that_decides_the_result_may_not_change_and_is_named():
 
 
 def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
-    saved = deciding(config_of("o"))
+    saved = config_of("o").deciding()
     del saved["optimizer"]["clip"]
     refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")
     with pytest.raises(UsageError, match=r"--clip \(was 1.0, now 2.0\)"):
@@ -267,7 +266,7 @@ def test_an_option_that_the_checkpoint_does_not_know_had_its_default():
 
 
 def test_the_options_of_an_earlier_version_resume_unless_one_that_is_fixed_now_had_another_value():
-    saved = deciding(config_of("o"))
+    saved = config_of("o").deciding()
     saved["guards"] |= {"spike_rule": "mad"}
     saved["objective"] |= {"temperature_schedule": "linear"}
     refuse_changes(saved, config_of("o"), Path("o"), "step-00000004")

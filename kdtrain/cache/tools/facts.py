@@ -13,7 +13,7 @@ from typing import Any
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Parent, weights_line
 from kdtrain.cache.format.spec import CODECS
 from kdtrain.config.choices import resolve_tail
-from kdtrain.tables import Table, columns, counted, number, size
+from kdtrain.tables import Table, columns, counted, facts_table, number, size
 
 _MOST_COUNTS = 20
 """Most counts of a text that are listed."""
@@ -169,6 +169,17 @@ def _parent(parent: Parent) -> str:
         parts.append(" and ".join(each))
     parts += [f"imported from {origin.get('source')}"] if (origin := parent.get("origin")) else []
     return ", ".join(parts)
+
+
+def kept_facts(where: str, digest: str) -> list[str | Table] | None:
+    """Describe a cache that a run has read, if it is here; None: another cache lies there now.
+
+    UsageError, OSError: it is not here.
+    """
+    from kdtrain.cache.read.remote import kept_manifest  # a run describes no other cache
+
+    manifest = kept_manifest(where, digest)
+    return [facts_table(cache_facts(manifest)), *fidelity(manifest)] if manifest.is_known_as(digest) else None
 
 
 # Fidelity -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,8 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.spec import MIXTURE, grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.tools.self_check import other_row
-from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, log
-from kdtrain.models.spec import ATTENTIONS, DTYPES, read_spec
+from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.objective.batch import Batch
@@ -144,9 +143,7 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeach
     UsageError: it has another vocabulary or tokenizer than the cache.
     """
     device, stated = pick_device(config.device), settings.teacher or {}
-    allowed = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
-    given = {key: stated[key] for key, values in allowed.items() if stated.get(key) in values}
-    spec = replace(read_spec(config.teacher, "teachers"), **given)
+    spec = read_spec(config.teacher, "teachers").as_recorded(stated)
     mode = stated["precision"] if stated.get("precision") in MODES else "bf16"
     teacher, wrong = open_online_teacher(spec, device, mode), "give the teacher of the cache"
     if teacher.vocab_size != settings.vocab_size:

@@ -36,7 +36,8 @@ from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache.format.codec import ABSENT
-from kdtrain.cache.format.compression import FINENESS, STEP_SLOPE, STEP_SPREAD, STEP_VALUE
+from kdtrain.cache.format.compression import FINENESS
+from kdtrain.cache.format.compression import steps as tail_steps
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 LEVEL = 0.01
@@ -164,21 +165,24 @@ def _numbers(
         if values.shape[1]:
             size = values.clamp(min=LOWEST)
             fp16 = torch.exp2((-size).clamp(min=2.0**-14).log2().floor() - 10)  # its spacing
-            steps = fp16 if isinstance(targets, DenseTargets) else (1 - size) / FINENESS
-            yield name, values, steps, [each.gather(1, places) for each in forwards]
+            spacing = fp16 if isinstance(targets, DenseTargets) else (1 - size) / FINENESS
+            yield name, values, spacing, [each.gather(1, places) for each in forwards]
     if isinstance(targets, DenseTargets):
         return
     knots, one = len(targets.knots), targets.knots.index(1.0)
-    tails = [_tail(each, ids_TK, targets.knots) for each in forwards]
+    tails, step_M = (
+        [_tail(each, ids_TK, targets.knots) for each in forwards],
+        torch.from_numpy(tail_steps(targets.knots)),
+    )
     if targets.top_k:
         at = slice(0, knots) if whole_tail else slice(one, one + 1)
         fresh = [each[0][:, at].clamp(min=LOWEST) for each in tails]
-        yield "tail", targets.tail[:, at], torch.tensor(STEP_VALUE), fresh
+        yield "tail", targets.tail[:, at], step_M[0], fresh
     if whole_tail:
-        yield "slopes", targets.tail[:, knots:], torch.tensor(STEP_SLOPE), [slopes_TG for _, slopes_TG in tails]
+        yield "slopes", targets.tail[:, knots:], step_M[knots], [slopes_TG for _, slopes_TG in tails]
         moments = [torch.stack(torch.std_mean(each, -1, correction=0)[::-1], -1) for each in forwards]
         own = torch.stack([targets.logit_mean, targets.logit_std], -1)
-        yield "moments", own, torch.tensor(STEP_SPREAD), moments
+        yield "moments", own, step_M[-1], moments
 
 
 def _tail(logprobs_TV: Tensor, ids_TH: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kdtrain.commands.distill import train
+from kdtrain.commands.distill import foresee, train
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import USUAL_STEPS, configured, flag
 from kdtrain.errors import RunError, UsageError, log, making, refuse_no_path, writing
@@ -34,18 +34,13 @@ from kdtrain.files import (
     temporary_of,
 )
 from kdtrain.models.loading import is_adapter, is_model_folder
+from kdtrain.monitor.path_kind import is_run
 from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
-from kdtrain.run.folder import deciding
-from kdtrain.run.path_kind import is_run
-from kdtrain.run.recipe import student_spec, table_rate
-from kdtrain.run.run import Run
 from kdtrain.tables import columns, duration, finite, show
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.sources.cached import open_sources
-from kdtrain.training.validate import validate
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
 _DIVERGED = ("diverged", "non-finite", "gradient-explosion")
@@ -168,7 +163,7 @@ def _resumed(config: FindLrConfig) -> _Record | None:
         raise UsageError(f"{path}: {error}; name another --out") from None
     changed = [
         f"{flag(name)} was {found.options.get(section, {}).get(name)}"
-        for section, table in finite(deciding(config)).items()
+        for section, table in finite(config.deciding()).items()
         for name, value in table.items()
         if name != "rung_steps" and found.options.get(section, {}).get(name) != value
     ]
@@ -181,25 +176,19 @@ def _resumed(config: FindLrConfig) -> _Record | None:
 
 def _begun(config: FindLrConfig) -> _Record:
     """Prepare a new search. UsageError: data, cache or student cannot be read."""
-    start, guess = config.checkpoint, config.optimizer.lr
+    start = config.checkpoint
     run = start.load is not None and not is_model_folder(start.load) and not is_adapter(start.load)
     if run and not start.override_opt_param_scheduler:
         raise UsageError(
             "--load keeps the rate of the loaded run; add --override-opt-param-scheduler to look for another"
         )
-    student, source = student_spec(config), "--lr"
-    packed = config.data.data is not None or config.cross_tokenizer  # by the first short run
-    train = None if packed else open_sources(config, config.cache)["train"]
-    if isinstance(guess, str):
-        guess, source = table_rate(config, student, None if train is None else train.facts.vocab_size)
+    guess, source, sequences = foresee(config)  # text is packed by the first short run
     planned = None
-    if train is not None:
-        planned = total_steps(config, len(train))
-    elif config.epochs is None:
-        planned = total_steps(config, 0)
+    if sequences is not None or config.epochs is None:
+        planned = total_steps(config, sequences or 0)
     whole = planned or USUAL_STEPS
     rungs = [config.first_steps(whole) * LONGER**rung for rung in range(RUNGS)]
-    return _Record(finite(deciding(config)), guess, source, rungs, whole, planned, None, {})
+    return _Record(finite(config.deciding()), guess, source, rungs, whole, planned, None, {})
 
 
 def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> None:
@@ -213,8 +202,8 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
                 out.mkdir(exist_ok=True)
                 rename_over(made, out / name)
 
-    def measure(run: Run, result: dict[str, Any]) -> None:
-        parts.extend(_by_part(run))
+    def measure(run: Any, result: dict[str, Any]) -> None:
+        parts.extend(run.trainer.loss_by_part())
         record.planned = total_steps(config, len(run.recipe.sources["train"]))
 
     try:
@@ -238,18 +227,6 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
     record.runs.setdefault(str(exponent), []).append(_Short(loss, parts, seconds))
     shown = "diverged" if loss is None else f"validation loss {loss:.4f}"
     log.info("lr %.2g, %d steps: %s (%s)", rate, steps, shown, duration(seconds))
-
-
-def _by_part(run: Run) -> list[float]:
-    """Measure the validation loss of parts of the split, in nats a token."""
-    trainer, source, micro = run.trainer, run.trainer.validation_source, run.trainer.stepper.micro
-    count = min(len(source), trainer.validation_batches * micro)
-    size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
-    whole = count if not source.facts.members else len(source)  # whose members stand one behind the other
-    starts = [number * whole // (count // size) for number in range(count // size)]
-    student = trainer.student.eval()
-    found = [validate(student, source, micro=size, batches=1, part=range(at, at + size)) for at in starts]
-    return [each.cross_entropy / each.tokens for each in found if each is not None and each.tokens]
 
 
 def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int) -> DistillConfig:

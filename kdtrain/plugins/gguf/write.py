@@ -25,9 +25,8 @@ from torch import Tensor
 
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.imports import optional
-from kdtrain.models.adapters import merged_state
-from kdtrain.models.export import complete_generation
-from kdtrain.models.loading import refuse_overflow, whole_model
+from kdtrain.models.export import complete_generation, whole_state
+from kdtrain.models.loading import whole_model
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.plugins.gguf.check import write_checked
 from kdtrain.plugins.gguf.header import CONTROL, NORMAL, UNUSED, USER_DEFINED
@@ -60,8 +59,7 @@ def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     kind = (config.quantize or rest).upper()
     entries = {"general.name": name, "general.license": config.license}
     entries |= _shape(model.config) | _vocabulary(model, tokenizer)
-    state, file = merged_state(model), f"{name}.gguf"
-    refuse_overflow(state, getattr(torch, config.torch_dtype))
+    state, file = whole_state(model, getattr(torch, config.torch_dtype)), f"{name}.gguf"
     shown = {"next": f"llama-cli -m {shlex.quote(str(config.out / file))}"}
 
     def write(folder: Path) -> None:

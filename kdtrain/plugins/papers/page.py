@@ -10,16 +10,16 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kdtrain.cache.read.remote import kept_manifest
-from kdtrain.cache.tools.facts import cache_facts, fidelity
+from kdtrain.cache.tools.facts import kept_facts
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
 from kdtrain.monitor.measures import evaluations
-from kdtrain.monitor.record import samples
+from kdtrain.monitor.record import lines
 from kdtrain.monitor.runs import LoggedRun
 from kdtrain.plugins.papers import figures
 from kdtrain.plugins.papers.figures import COLUMN, GREY
@@ -32,7 +32,7 @@ from kdtrain.plugins.papers.groups import (
     read_groups,
     refuse_existing,
 )
-from kdtrain.tables import Table, columns, counted, facts_table, show
+from kdtrain.tables import Table, columns, counted, show
 
 MOST_BYTES = 2_000_000
 """Most bytes of a page."""
@@ -155,12 +155,21 @@ def _caches(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
 def _described(cache: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a cache's description, or the reason why there is none."""
     try:
-        manifest = kept_manifest(str(cache.get("cache")), str(cache["digest"]))
+        parts = kept_facts(str(cache.get("cache")), str(cache["digest"]))
     except (UsageError, RunError, OSError, ValueError) as error:
-        return {"missing": f"It is no longer there: {printable(str(error))[:200]}", "parts": []}
-    if not manifest.is_known_as(str(cache["digest"])):
+        return {"missing": f"It is no longer there to be described: {printable(str(error))[:200]}", "parts": []}
+    if parts is None:
         return {"missing": "Another cache lies there now; this one is known by its digest alone.", "parts": []}
-    return {"missing": "", "parts": [facts_table(cache_facts(manifest)), *fidelity(manifest)]}
+    return {"missing": "", "parts": parts}
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    """Return the last texts that the run in `folder` sampled, each with `step`. OSError, ValueError: as `lines`."""
+    last: list[dict[str, Any]] = []
+    for _, record in lines(folder / "samples.jsonl"):
+        if record is not None:
+            last = [*(last if last and last[0]["step"] == record["step"] else []), record][:8]
+    return last
 
 
 def draw_reliability(groups: Sequence[Group]) -> Any:
@@ -202,7 +211,7 @@ def _prompts(runs: Sequence[LoggedRun]) -> list[tuple[str, list[tuple[str, dict[
     texts: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for run in runs:
         try:
-            rows = samples(run.folder)
+            rows = _samples(run.folder)
         except (OSError, ValueError):
             continue
         for row in rows:

@@ -20,7 +20,6 @@ from kdtrain.files import (
     sweep,
 )
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
-from kdtrain.models.head import split
 from kdtrain.models.loading import architecture, check_fits, load_teacher, model_digest
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import LOCAL, paths_of, read_spec
@@ -130,7 +129,7 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
 
 
 def _running(model: Any, mode: str) -> LocalTeacher:
-    return LocalTeacher.of(split(model.float() if mode == "fp32" else model), mode)
+    return LocalTeacher.of(model.float() if mode == "fp32" else model, mode)
 
 
 def _complete(scores: Scores, teacher: LocalTeacher, reader: CacheReader, batch: int, depth: bool) -> None:

@@ -29,9 +29,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.hub import config_of
 from kdtrain.models.loading import plain_config
-from kdtrain.models.scratch import configuration, new_model
+from kdtrain.models.scratch import config_of, configuration, new_model
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import savable_generation
 

@@ -25,13 +25,13 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
+from kdtrain.monitor.path_kind import is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import LOGIN, api, ask, fetch_file
 from kdtrain.plugins.push import PushConfig
 from kdtrain.plugins.push.cache import Upload, plan_cache
 from kdtrain.plugins.push.model_card import student_card
-from kdtrain.run.path_kind import is_run
 from kdtrain.tables import show
 
 

@@ -39,8 +39,7 @@ from kdtrain.teaching.teacher import Writing
 from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
 from kdtrain.training.schedule import total_steps
 from kdtrain.training.signals import asked_to_stop
-from kdtrain.training.sources.cache import CachedSource
-from kdtrain.training.sources.cached import CachedData
+from kdtrain.training.sources.cache import CachedData, CachedSource
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 

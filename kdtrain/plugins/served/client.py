@@ -37,6 +37,7 @@ from kdtrain.errors import RunError, UsageError, log, printable, shown_address
 from kdtrain.net.address import ALLOW_HTTP, is_inside
 from kdtrain.net.request import LATER, Passing, Session, body, reason, retry_after
 from kdtrain.plugins.served.answers import Choice, Wrong
+from kdtrain.plugins.served.engine import Engine
 from kdtrain.plugins.served.options import KEY, api_url
 
 T = TypeVar("T")
@@ -75,21 +76,6 @@ class Unanswered(RunError):
         self.problem = problem
 
 
-class Usage(msgspec.Struct):
-    """The cost of a request, in tokens."""
-
-    prompt_tokens: int | None = None
-
-
-class Completion(msgspec.Struct):
-    """An answer of /completions; other keys are ignored."""
-
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None
-
-
 class _Words(msgspec.Struct):
     message: str
 
@@ -124,10 +110,13 @@ class Client:
     Args:
         urls: their addresses.
         concurrency: requests at once. timeout: seconds of one answer. patience: seconds of failures of one request.
+        engine: whose requests and answers these are.
     """
 
-    def __init__(self, urls: Iterable[str], *, concurrency: int, timeout: float, patience: float) -> None:
-        self.hosts = [Host(api_url(url)) for url in urls]
+    def __init__(
+        self, urls: Iterable[str], *, concurrency: int, timeout: float, patience: float, engine: Engine | None = None
+    ) -> None:
+        self.hosts, self.engine = [Host(api_url(url)) for url in urls], engine or Engine()
         self.concurrency, self.timeout, self.patience = concurrency, timeout, patience
         self.verify: Callable[[Host], object] = lambda _: None
         """Raises an error if a server that was away is not what it was."""
@@ -167,7 +156,8 @@ class Client:
         def once(at: Host) -> T:
             # a second try would find what the first one left in the cache of prompts
             sent = {**body, "cache_salt": f"{self._salt}-{next(self._salts)}"} if self.salted else body
-            answer = _typed(self._exchange(at, f"{at.url}/completions", sent, most), Completion)
+            content = self._exchange(at, self.engine.url(at.url), self.engine.request(sent), most)
+            answer = self.engine.read(_typed(content, self.engine.answer), body)
             if answer.model != body["model"]:
                 raise Wrong(f"an answer of the model {quoted(answer.model, 100)}")
             counted = None if answer.usage is None else answer.usage.prompt_tokens

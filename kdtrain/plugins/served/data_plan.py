@@ -10,7 +10,7 @@ from typing import Any
 from kdtrain.plugins.served.live_capture import Capture, LiveCache
 from kdtrain.ranks import world_size
 from kdtrain.training.schedule import total_steps
-from kdtrain.training.sources.cached import open_sources
+from kdtrain.training.sources.cache import open_sources
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 
 _STEPS, _MOST = 16, 256

@@ -39,6 +39,7 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.served.answers import Span, answers_of, spans_of
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered
+from kdtrain.plugins.served.engine import ENGINES, Engine
 from kdtrain.plugins.served.fingerprint import Fingerprint
 from kdtrain.plugins.served.options import ServerConfig
 from kdtrain.plugins.served.preflight import Preflight
@@ -61,11 +62,12 @@ class ServedTeacher(Preflight):
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         super().__init__(spec, device, mode)
-        if unknown := sorted(spec.options.keys() - {"vocab_size"}):
-            raise UsageError(f"{spec.name}: unknown option '{unknown[0]}'; a served teacher has vocab_size only")
+        if unknown := sorted(spec.options.keys() - {"vocab_size", "engine"}):
+            raise UsageError(f"{spec.name}: unknown option '{unknown[0]}'; a served teacher has vocab_size and engine")
         stated = spec.options.get("vocab_size", 2)
         if not isinstance(stated, int) or isinstance(stated, bool) or stated < 2:
             raise UsageError(f"{spec.name}: vocab_size under [options] must be a whole number of at least 2")
+        self.engine: Engine = ENGINES.get(spec.options.get("engine", "vllm"))()
         self._identity: Mapping[str, Any] | None = None
 
     def connect(self, remote: ServerConfig, codec: CodecConfig) -> None:
@@ -76,6 +78,7 @@ class ServedTeacher(Preflight):
             concurrency=remote.server_concurrency,
             timeout=remote.server_timeout,
             patience=remote.server_patience,
+            engine=self.engine,
         )
 
     def __str__(self) -> str:
