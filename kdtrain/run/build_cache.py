@@ -249,7 +249,7 @@ def _requested(
     settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
     if (how := teacher.writing) is None:
         return settings, _text(config.data, teacher.tokenizer, limits, counts)
-    prompts, rows = _prompts(config, teacher.tokenizer, how.end_tokens)
+    prompts, rows = teacher.texts or _prompts(config, teacher.tokenizer, how.end_tokens)
     settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
     if how.policy is not None:
         settings = replace(settings, codec=replace(codec, written=True), format_version=WRITTEN)

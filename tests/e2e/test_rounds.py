@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -50,6 +51,54 @@ def test_a_student_writes_its_teacher_scores_and_both_log_probabilities_are_kept
         assert (written[-1] in ENDS or len(written) == 20) and not {*written[:-1]} & {*ENDS}
     assert bench.run("verify", "own").ok()
     assert "written by a student" in bench.run("inspect", "own").ok().stdout
+
+
+def answers_of(cache):
+    """The text of a capture as another program would write it, without log p."""
+    found = []
+    for split in cache:
+        whole = cache[split].text(np.arange(len(cache[split])))
+        for row, mask in zip(whole["tokens"], whole["loss_mask"], strict=True):
+            places = np.flatnonzero(mask == 1)
+            prompt, answer = row[: places[0] + 1].tolist(), row[places + 1].tolist()
+            found.append({"prompt": prompt, "answer": answer, "split": split})
+    return found
+
+
+def test_answers_that_another_program_wrote_give_the_rows_of_the_capture_that_they_come_from(bench, writes):
+    bench.run(*writes, "--top-k", 6, "--num-samples", 4, "--by", "exported", "--out", "here").ok()
+    cache = kd.Cache(bench.root / "here")
+    lines = answers_of(cache)
+    policies = [cache[split].read(range(n)).targets.policy.view(n, -1) for split, n in (("train", 12), ("validation", 4))]
+    logprobs = [row.tolist() for row in torch.cat(policies)]
+    asks = ("cache-teacher", "--teacher", "scorer", "--seq-len", 32, "--precision", "fp32", "--seed", 3)
+    asks += ("--sequences-per-shard", 6, "--batch-size", 4, "--top-k", 6, "--num-samples", 4, "--answers", "told.jsonl")
+    path = bench.root / "told.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert "has no logprobs; name the student that wrote it with --by" in bench.run(*asks, "--out", "told").refusal()
+    bench.run(*asks, "--by", "exported", "--out", "told-by").ok()
+    for line, known in zip(lines, logprobs, strict=True):
+        first = len(line["prompt"]) - 1
+        line |= {"logprobs": known[first : first + len(line["answer"])], "policy": "engine-7"}
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    bench.run(*asks, "--out", "told").ok()
+    policy = kd.Cache(bench.root / "told").manifest.settings.data["generated"]["policy"]
+    assert (policy["spec"], policy["weights_digest"]) == ("engine-7", None)
+    for name in ("told", "told-by"):
+        other = kd.Cache(bench.root / name)
+        assert other.manifest.settings.format_version == 5 and other.manifest.generated == cache.manifest.generated
+        for split in cache:
+            one, two = (each[split].read(range(len(cache[split]))) for each in (cache, other))
+            for field, values in one.fields().items():
+                torch.testing.assert_close(two.fields()[field], values, rtol=0, atol=0, msg=f"{name} {split} {field}")
+    assert bench.run("verify", "told").ok()
+    path.write_text(path.read_text().replace("engine-7", "7" * 64))
+    assert "is of other weights than --by" in bench.run(*asks, "--by", "exported", "--out", "wrong").refusal()
+    path.write_text('{"prompt": "a"}\n')
+    assert "told.jsonl, line 1 is not a prompt with its answer" in bench.run(*asks, "--out", "wrong").refusal()
+    for more in (("--data", "corpus"), ("--refine", "here"), ("--dry-run",)):
+        assert f"leave {more[0]} out" in bench.run(*asks, *more, "--out", "wrong").refusal()
+    assert not (bench.root / "wrong").exists()
 
 
 def test_a_killed_capture_of_a_students_text_ends_in_the_same_bytes(bench, writes):
@@ -284,6 +333,60 @@ def test_what_the_teacher_alone_sees_is_in_its_numbers_and_not_in_the_row(bench,
     talk = ("cache-teacher", "--teacher", "scorer", *chat, "--generate", "--by", "exported", "--max-new-tokens", 8)
     bench.run(*talk, "--out", "chat-sees", "--teacher-system", "Be brief.").ok()
     assert kd.Cache(bench.root / "chat-sees").manifest.settings.data["generated"]["policy"]["teacher_system"]
+
+
+ENGINE = """
+import contextlib, io, json, os, signal, sys, time
+from kdtrain.commands.generate import main
+from kdtrain.config.commands import GenerateConfig
+model, prompts, out = sys.argv[1:]
+number = out.split("round-")[1][:4]
+if os.path.exists("stop" + number):
+    os.remove("stop" + number)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+if os.path.exists("broken" + number):
+    print("loading the model")
+    sys.exit("no room on the device")
+with open(out, "w") as file:
+    for line in map(json.loads, open(prompts)):
+        said, most = io.StringIO(), line["max_tokens"]
+        how = {"raw": True, "temperature": 0.0, "json": True, "device": "cpu"}
+        with contextlib.redirect_stdout(said):
+            main(GenerateConfig(student=model, prompt=line["prompt"], max_tokens=most, **how))
+        ids = json.loads(said.getvalue())["ids"]
+        ids += [299] if len(ids) < most else []
+        file.write(json.dumps({"prompt": line["tokens"], "answer": ids}) + "\\n")
+"""
+
+
+def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_the_run_resumes_where_it_fails(
+    forks, run
+):
+    (forks.root / "engine.py").write_text(ENGINE)
+    greedy = (*ROUNDS, "--gen-temperature", 0)
+    command = ("--write-with", f"{sys.executable} engine.py {{model}} {{prompts}} {{out}}")
+    run("greedy", *greedy, steps=5)
+    for name in ("stop0002", "broken0002"):
+        (forks.root / name).touch()
+    stopped = run("engine", *greedy, *command, steps=5)
+    assert "stopped by SIGTERM after step 3" in stopped.stderr and not (forks.root / "stop0002").exists()
+    failed = run("engine", *greedy, *command, steps=5, code=1)
+    assert "the command ended with 1; the same command resumes here" in failed.stderr
+    assert "loading the model | no room on the device" in failed.stderr
+    (forks.root / "broken0002").unlink()
+    run("engine", *greedy, *command, steps=5)
+    assert texts(forks, "engine") == texts(forks, "greedy") and len(texts(forks, "greedy")) == 2
+    assert same_weights(forks, "engine", "greedy")
+    run("engine-ranks", *greedy, *command, "--micro-batch-size", 3, steps=3, world=2)
+    assert texts(forks, "engine-ranks")["round-0001"] == texts(forks, "greedy")["round-0001"]
+    assert "write-with" not in (forks.root / "engine" / "config.toml").read_text().replace("_", "-")
+    (forks.root / "engine.py").write_text("open(__import__('sys').argv[3], 'w').write('{}')")
+    wrong = run("engine-wrong", *greedy, *command, steps=3, code=1)
+    assert "line 1 is not a prompt with its answer" in wrong.stderr and "correct the command" in wrong.stderr
+    words = ("distill", "--student", "student.toml", "--out", "never", *greedy, "--write-with")
+    assert "--write-with has no {out}" in forks.run(*words, "engine {model} {prompts}").refusal()
+    assert "no such" in run("engine-none", *greedy, "--write-with", "./none {model} {prompts} {out}", code=1).stderr.lower()
 
 
 def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):

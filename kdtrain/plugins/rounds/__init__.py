@@ -4,6 +4,7 @@ A round is a cache of format version 5. The parts that need torch are imported b
 """
 
 import re
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,27 +27,42 @@ class WriterConfig(Options):
     by: str | None = option(None, once=True, reads="student spec", shown="STUDENT", brief=True)
     """With --generate, this student writes and the teacher scores it; a run, an export, a hub id."""
 
-    teacher_system: str | None = option(None, once=True, text=True, needs="by", shown="TEXT")
+    answers: Path | None = option(None, once=True, reads="file")
+    """Text that another program wrote, instead of --data; a line with prompt and answer each (docs/on-policy.md)."""
+    teacher_system: str | None = option(None, once=True, text=True, shown="TEXT")
     """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
 
     @property
     def writes(self) -> bool:
-        """Whether a student writes."""
-        return self.by is not None
+        """Whether a student writes, or has written."""
+        return self.by is not None or self.answers is not None
 
     def check(self, config: CacheTeacherConfig) -> None:
-        """UsageError: nothing is written."""
-        refuse(self.writes and not config.text.generate, "--by has no effect without --generate; add it")
-        refuse(
-            self.writes and config.remote is not None, "--by needs a teacher that runs here; leave --teacher-server out"
-        )
+        """Take the text of --answers for generated. UsageError: nothing is written, or twice."""
+        flags, data = "--by" if self.answers is None else "--answers", config.data
+        if not self.writes:
+            idle = "--teacher-system has no effect without --by or --answers; add one, or leave it out"
+            return refuse(self.teacher_system is not None, idle)
+        refuse(config.remote is not None, f"{flags} needs a teacher that runs here; leave --teacher-server out")
+        if self.answers is None:
+            return refuse(not config.text.generate, "--by has no effect without --generate; add it")
+        for name, given in {
+            "--data": data.data is not None,
+            "--refine": config.refine is not None,
+            "--prompt-tokens": config.text.prompt_tokens is not None,
+            "--dry-run": config.dry_run,
+        }.items():
+            refuse(given, f"--answers has its own text; leave {name} out")
+        wrong = f"--answers {self.answers}: is not a .jsonl file; write a JSON object a line into one"
+        refuse(self.answers.suffix != ".jsonl", wrong)
+        object.__setattr__(config, "text", replace(config.text, generate=True))
+        object.__setattr__(config, "data", replace(data, data=str(self.answers), format="prompt-completion"))
 
     def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
         """The teacher of a capture, with the student as its writer. UsageError: they do not fit together."""
         from kdtrain.plugins.rounds.writing import written_by
 
-        assert self.by is not None
-        return written_by(self.by, teacher, device, config.data, config.batch_size, self.teacher_system)
+        return written_by(self, teacher, device, config)
 
 
 def _check_lengths(given: str) -> None:
@@ -54,6 +70,15 @@ def _check_lengths(given: str) -> None:
         re.fullmatch(r"[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", given) is None,
         f"--max-new-tokens '{given[:80]}' is neither a number of tokens nor FIRST:LAST, such as 128:512",
     )
+
+
+def _check_command(given: str) -> None:
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        words = refuse(True, f"--write-with is not a command line: {error}; close its quotes") or []
+    for name in ("{model}", "{prompts}", "{out}"):
+        refuse(not any(name in each for each in words), f"--write-with has no {name}; name it among its words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +115,17 @@ class RoundsConfig(CodecConfig):
     """First steps, which train on --cache, or without one on the text of --data by cross-entropy."""
     rollout_batch_size: int = option(64, least=1, needs="on_policy")
     """Rows that the student continues together, which decides their last bits; lower it where memory ends."""
+    write_with: str | None = option(
+        None,
+        free=True,
+        once=True,
+        text=True,
+        private="runs a command",
+        needs="on_policy",
+        check=_check_command,
+        shown="'COMMAND {model} {prompts} {out}'",
+    )
+    """A command that writes each round in place of kdtrain's decoder, such as an inference engine's script."""
     on_collapse: Literal["warn", "stop"] = option("warn", free=True)
     """What follows where the texts of a round became much shorter, longer or repetitive, or no longer end."""
 

@@ -16,6 +16,7 @@ StreamShape suffixes: B rows, T positions, N tokens.
 """
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -26,10 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kdtrain.cache.format.codec import SAMPLING
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import POLICY
+from kdtrain.cache.format.names import POLICY, WRITTEN
 from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.formats import Document
@@ -38,17 +41,20 @@ from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
 from kdtrain.models.generate import generate
 from kdtrain.models.loading import check_fits, model_digest
-from kdtrain.models.tokenizer import digest_of, end_tokens, named, tokenizer_digest
+from kdtrain.models.tokenizer import digest_of, end_tokens, ends_of, named, tokenizer_digest
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.metrics import chunks
 from kdtrain.objective.targets import Supervision
+from kdtrain.plugins.rounds.answers import PromptReader, read_answers
 from kdtrain.precision.modes import autocast
 from kdtrain.run.saved_student import open_student
 from kdtrain.teaching.teacher import Writing
 from kdtrain.training.state import read_saved
 from kdtrain.training.student import Student
 
+SCORED = 16
+"""Rows of a round in one forward of either model."""
 _SAMPLING = "temperature|top_|min_p|typical_p|epsilon|eta_|penalty|no_repeat|bad_words|num_beams|do_sample|guidance"
 """What names of settings that change which tokens are drawn contain."""
 
@@ -59,7 +65,9 @@ class Interrupted(Exception):
 
 @torch.no_grad()
 def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
-    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training; the student is in evaluation mode."""
+    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training in evaluation mode."""
+    training = student.training
+    student.eval()
     tokens_BT1 = tokens_BT1.to(student.device)
     mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     hidden_ND = student.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
@@ -68,54 +76,72 @@ def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
         head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
         for _, z_RV, own in chunks(hidden_ND, head, rows, student.vocab_size)
     ]
+    student.train(training)
     return torch.cat(found).float().view(mask_BT.shape)
+
+
+def round_settings(base: CacheSettings, how: Writing, prompts: Mapping[str, Any]) -> CacheSettings:
+    """`base`, which has codec and teacher, for text that is written thus. prompts: what they are cut to."""
+    assert how.policy is not None
+    seed = hashlib.sha256(f"{how.seed} {how.policy['round']} {how.policy['attempt']}".encode())
+    return replace(
+        base,
+        codec=replace(base.codec, written=True),
+        data={**base.data, "generated": {**prompts, **how.to_json()}},
+        seed=int.from_bytes(seed.digest()[:6]),
+        sampling=SAMPLING if base.codec.num_samples else None,
+        format_version=WRITTEN,
+    )
 
 
 class RolloutAnswers(ShardAnswers):
     """What a student writes behind the prompts of a batch, scored by its teacher's own answers.
 
     Args:
-        student: as it is; its mode is left as it was.
+        student: as it is; its mode is left as it was. None: the rows bring log p of their tokens.
         how: with its `policy`.
         inner: the teacher's answers about rows that have their text.
         scored: rows in one forward of either.
         stopped: whether to raise `Interrupted`; looked at after each decoding step.
         more: what the teacher reads besides.
+        given: whether the rows bring their text, which another program wrote.
     """
 
     writes = True
 
     def __init__(
         self,
-        student: Student,
+        student: Student | None,
         how: Writing,
         inner: ShardAnswers,
         scored: int,
         stopped: Callable[[], bool] = lambda: False,
         more: "Inserted | None" = None,
+        given: bool = False,
     ) -> None:
         self.logits, self.sharded, self.examine = inner.logits, inner.sharded, inner.examine
         self._student, self._how, self._inner = student, how, inner
-        self._scored, self._stopped, self._more = scored, stopped, more
+        self._scored, self._stopped, self._more, self._given = scored, stopped, more, given
         self.seconds = {"writing": 0.0, "scoring": 0.0}
         self.apart = 0.0
         """The largest difference, nats, between log p at the draw and by the forward of training."""
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
         """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
-        with self._timed("writing"):
-            found, drawn_BT = self._continued(rows)
+        found, drawn_BT = rows, rows.kept.get(POLICY)
+        if not self._given:
+            with self._timed("writing"):
+                found, drawn_BT = self._continued(rows)
         with self._timed("scoring"):
             kept = self._kept(found)
-        difference_BT = np.abs(kept[POLICY] - drawn_BT)[found.loss_mask]
-        self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
+        if drawn_BT is not None:
+            difference_BT = np.abs(kept[POLICY] - drawn_BT)[found.loss_mask]
+            self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
         return found, lambda: kept
 
     def _kept(self, rows: ShardRows) -> Arrays:
         """What is kept of written rows, both sides; a row with a non-finite log p of the student's is broken."""
-        student, parts = self._student, list[Arrays]()
-        training = student.training
-        student.eval()
+        parts = list[Arrays]()
         for start in range(0, len(rows), self._scored):
             part = rows[slice(start, min(start + self._scored, len(rows)))]
             read = part if self._more is None else self._more.put(part)
@@ -125,18 +151,20 @@ class RolloutAnswers(ShardAnswers):
                 arrays = {
                     name: each if name == "broken" else each[:, len(self._more) :] for name, each in arrays.items()
                 }
-            policy_BT = label_logprobs(student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
+            if self._student is None:
+                policy_BT = part.kept[POLICY]
+            else:
+                policy_BT = label_logprobs(self._student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
             policy_BT = np.where(part.loss_mask, policy_BT, np.float32(0.0))
             sound_B = np.isfinite(policy_BT).all(1)
             arrays["broken"] = arrays.get("broken", np.zeros(len(part), bool)) | ~sound_B
             parts.append(arrays | {POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)})
-        student.train(training)
         return {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
 
     def _continued(self, rows: ShardRows) -> tuple[ShardRows, np.ndarray]:
         """The rows with what the student wrote, and its log p [B, T] at each draw."""
         how, student, ends = self._how, self._student, list(self._how.end_tokens)
-        assert how.policy is not None
+        assert how.policy is not None and student is not None
         name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
         seed = int.from_bytes(hashlib.sha256(f"kdtrain rollouts {name}".encode()).digest()[:7])
         tokens_BT1, mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
@@ -228,9 +256,16 @@ class WrittenByStudent:
     """A teacher that scores what a student writes; in everything else it is the teacher itself."""
 
     def __init__(
-        self, teacher: Any, student: Student, policy: Mapping[str, Any], scored: int, more: Inserted | None = None
+        self,
+        teacher: Any,
+        student: Student | None,
+        policy: Mapping[str, Any],
+        scored: int,
+        more: Inserted | None,
+        texts: Any,
     ) -> None:
         self.teacher, self.student, self.policy, self.scored, self.more = teacher, student, policy, scored, more
+        self.texts = texts
         self.writing: Writing | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -241,13 +276,19 @@ class WrittenByStudent:
 
     def write(self, how: Writing) -> None:
         """Have the student continue prompts. UsageError: both end their texts by different tokens."""
-        self.writing = replace(how, policy=self.policy, end_tokens=common_ends(self.student, how, self.tokenizer))
+        ends = how.end_tokens if self.student is None else common_ends(self.student, how, self.tokenizer)
+        self.writing = replace(how, policy=self.policy, end_tokens=ends)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
         """The teacher's own, on the student's text."""
         assert self.writing is not None
         answers = RolloutAnswers(
-            self.student, self.writing, self.teacher.answers(settings), self.scored, more=self.more
+            self.student,
+            self.writing,
+            self.teacher.answers(settings),
+            self.scored,
+            more=self.more,
+            given=self.texts is not None,
         )
         if self.more is not None:
             answers.logits = answers.examine = None  # which would see the student's rows
@@ -274,27 +315,47 @@ def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ..
     return tuple(sorted({*own, *how.end_tokens}))
 
 
-def written_by(
-    name: str, teacher: Any, device: torch.device, data: DataConfig, scored: int, system: str | None
-) -> WrittenByStudent:
-    """The teacher, with the student `name` (a run, a checkpoint, an export, a hub id) as the writer of its text.
+def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeacherConfig) -> WrittenByStudent:
+    """The teacher, with a student (a run, a checkpoint, an export, a hub id) or a file as what wrote its text.
 
-    UsageError: the student has another tokenizer, or cannot read sequences of this length.
+    given: the `WriterConfig`.
+
+    UsageError: the student has another tokenizer, or cannot read sequences of this length; the file cannot be read.
     """
-    model, place, checkpoint = open_student(name, device)
-    theirs = tokenizer_digest(teacher.tokenizer)
-    if place is None or digest_of(place) != theirs:
+    name, data, known = given.by, config.data, True
+    student = more = texts = None
+    policy: dict[str, Any] = {"spec": name, "weights_digest": None, "step": None, "round": 0, "attempt": 1}
+    if given.answers is not None:
+        reader = PromptReader(teacher.tokenizer, ends_of(teacher.spec, teacher.tokenizer), data.seq_len)
+        most = config.text.max_new_tokens
+        found, known = (read := read_answers(given.answers, reader, most)).rows, read.known
+        texts = {"prompt_tokens": None, "max_new_tokens": most}, {name: iter(rows) for name, rows in found.items()}
+        digest = re.fullmatch("[0-9a-f]{64}", read.policy or "")
+        policy |= {"spec": read.policy or str(given.answers)} if digest is None else {"weights_digest": read.policy}
+    if name is not None:
+        model, place, checkpoint = open_student(name, device)
+        theirs = tokenizer_digest(teacher.tokenizer)
+        if place is None or digest_of(place) != theirs:
+            raise UsageError(
+                f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its "
+                "tokens; take a student of the teacher's tokenizer"
+            )
+        check_fits(model, name, data.seq_len, False)
+        size = min(model.vocab_size, teacher.vocab_size)
+        student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size, mode=teacher.mode).eval()
+        own = model_digest(model)
+        if policy["weights_digest"] not in (None, own):
+            raise UsageError(
+                f"{given.answers} is of other weights than --by {name} has; name the student that wrote it"
+            )
+        step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
+        policy |= {"spec": name, "weights_digest": own, "step": step}
+    elif not known:
         raise UsageError(
-            f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its tokens; "
-            "take a student of the teacher's tokenizer"
+            f"{given.answers} has no logprobs; name the student that wrote it with --by, which computes them, or if no "
+            "student did, read it by --data with the columns prompt and completion"
         )
-    check_fits(model, name, data.seq_len, False)
-    size = min(model.vocab_size, teacher.vocab_size)
-    student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size, mode=teacher.mode).eval()
-    step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
-    policy = {"spec": name, "weights_digest": model_digest(model), "step": step, "round": 0, "attempt": 1}
-    more = None
-    if system is not None:
-        more = inserted(system, data, teacher)
-        policy["teacher_system"] = system
-    return WrittenByStudent(teacher, student, policy, scored, more)
+    if given.teacher_system is not None:
+        more = inserted(given.teacher_system, data, teacher)
+        policy["teacher_system"] = given.teacher_system
+    return WrittenByStudent(teacher, student, policy, config.batch_size, more, texts)

@@ -1,0 +1,147 @@
+"""Text that another program wrote behind prompts, as rows of a cache.
+
+A line of the file is a JSON object: `prompt`, a text, a list of messages or token ids, and `answer`, a text or token
+ids; where they are known `logprobs`, log p of each token of the answer, `policy`, the name of what wrote it or the
+digest of its weights, `finish_reason`, and `split`. Ids are taken as they are. A text is tokenized, and gets the token
+that ends a text unless `finish_reason` is another than `stop`.
+
+What it gives up: a text that is tokenized again may have other tokens than were drawn; the file is in memory whole.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from kdtrain.cache.format.names import POLICY
+from kdtrain.data.corpus import assign, rank
+from kdtrain.data.formats import Columns, LeftOut, row_format
+from kdtrain.data.masks import Masks
+from kdtrain.data.packed import PackedRow
+from kdtrain.data.packing import Encoder, prompt_row
+from kdtrain.data.rows import parse_line, read_lines
+from kdtrain.errors import UsageError, log, panics_refused
+from kdtrain.files import typed
+from kdtrain.models.tokenizer import filler_token
+
+_FORM = row_format("", Columns(format="prompt-completion", prompts=True), ("prompt", "completion"))
+
+
+class PromptReader:
+    """Makes tokens of prompts and answers, and rows of `seq_len` of these. ends: the tokens that end a text."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int], seq_len: int) -> None:
+        self.tokenizer, self.seq_len = tokenizer, seq_len
+        self.end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+        self.filler = filler_token(tokenizer, tuple(ends))
+        self._encoder = Encoder(tokenizer, Masks("", seq_len), opening=True)
+
+    def close(self) -> None:
+        """End the process that renders conversations."""
+        self._encoder.close()
+
+    def prompt(self, key: str, given: Any) -> list[int]:
+        """The tokens of a prompt. UsageError, with the key: it has none, or is neither a text, messages nor ids."""
+        found = list(given) if isinstance(given, list) and all(type(each) is int for each in given) else []
+        if not found:
+            try:
+                _FORM.convert(key, {"prompt": given})
+            except LeftOut as why:
+                found = [] if why.prompt is None else self._encoder.prompt(why.prompt)
+            self._encoder.masks.refuse_none()
+        return self._known(key, found)
+
+    def answer(self, key: str, given: str | list[int], ended: bool) -> list[int]:
+        """The tokens of an answer. UsageError, with the key: it has none."""
+        if isinstance(given, str):
+            with panics_refused(f"{key}: the tokenizer cannot take this text"):
+                given = self.tokenizer.encode(given, add_special_tokens=False)
+            given += [self.end] if ended else []
+        return self._known(key, given)
+
+    def _known(self, key: str, tokens: list[int]) -> list[int]:
+        if not tokens or min(tokens) < 0 or max(tokens) >= len(self.tokenizer):
+            raise UsageError(f"{key}: prompt and answer must be texts or ids of the tokenizer's {len(self.tokenizer)}")
+        return tokens
+
+    def row(self, prompt: list[int], answer: list[int], logprobs: list[float] | None) -> PackedRow:
+        """A row with the answer, and log p of each label where they are known."""
+        found = prompt_row(prompt, seq_len=self.seq_len, max_new_tokens=len(answer), filler=self.filler)
+        found.tokens[1:][found.loss_mask] = answer
+        if logprobs is None:
+            return found
+        policy_T = np.zeros(self.seq_len, np.float32)
+        policy_T[found.loss_mask] = logprobs
+        return replace(found, kept={POLICY: policy_T})
+
+
+@dataclass
+class _Line:
+    answer: str | list[int]
+    prompt: str | list[Any] | None = None
+    logprobs: list[Annotated[float, Meta(le=0)]] | None = None
+    policy: str | None = None
+    finish_reason: str | None = None
+    split: Literal["train", "validation"] | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The rows of a file by split, what wrote them, and whether log p of their tokens is there."""
+
+    rows: dict[str, list[PackedRow]]
+    policy: str | None
+    known: bool
+
+
+def read_answers(
+    path: Path, reader: PromptReader, most: int | None = None, asked: Sequence[dict[str, Any]] = ()
+) -> Answers:
+    """Read a file of answers.
+
+    most: tokens of one, which is cut behind them. asked: the lines of prompts that it answers, in order; else it has
+    its own.
+
+    UsageError: a line cannot be read, answers another prompt, or does not go with the lines before.
+    """
+    rows, splits, wide = list[PackedRow](), list[str | None](), 0
+    policies, known = set[str | None](), set[bool]()
+    with closing(reader):
+        for number, text in read_lines(path):
+            key = f"{path}, line {number}"
+            try:
+                line = typed(parse_line(text, key), _Line)
+            except ValueError as error:
+                raise UsageError(f"{key} is not a prompt with its answer: {error}") from None
+            if not asked:
+                prompt, room, split = reader.prompt(key, line.prompt), reader.seq_len, line.split
+            elif len(rows) < len(asked) and line.prompt in (None, *map(asked[len(rows)].get, ("prompt", "tokens"))):
+                prompt, room, split = (asked[len(rows)][name] for name in ("tokens", "max_tokens", "split"))
+            else:
+                raise UsageError(f"{key} answers another prompt than line {len(rows) + 1} of the prompts has")
+            answer = reader.answer(key, line.answer, line.finish_reason in (None, "stop"))
+            if line.logprobs is not None and len(line.logprobs) != len(answer):
+                raise UsageError(f"{key} has {len(line.logprobs)} logprobs for the {len(answer)} tokens of its answer")
+            room = min(room, most or room, reader.seq_len + 1 - len(prompt))
+            policies.add(line.policy)
+            known.add(line.logprobs is not None)
+            if len(policies) + len(known) > 2:
+                raise UsageError(f"{key} is of another policy than the lines before, or has logprobs where they do not")
+            if room < 1:
+                wide += 1
+                continue
+            rows.append(reader.row(prompt, answer[:room], line.logprobs and line.logprobs[:room]))
+            splits.append(split)
+    if wide:
+        log.warning("%s: left out %s answers whose prompt fills --seq-len %s", path, wide, reader.seq_len)
+    if len(rows) < (len(asked) or 3):
+        raise UsageError(f"{path} has {len(rows)} answers that can be used, and {len(asked) or 3} are needed")
+    ranks = [rank(each.tokens.tobytes().hex()) for each in rows]
+    found: dict[str, list[PackedRow]] = {"train": [], "validation": []}
+    for row, split, usual in zip(rows, splits, assign(ranks, ("validation",)), strict=True):
+        found[split or usual].append(row)
+    return Answers(found, policies.pop(), known.pop())
