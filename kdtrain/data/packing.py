@@ -377,6 +377,14 @@ class Encoder:
         with panics_refused(f"{self._name} cannot take this text"):
             return self._encode(text, quoted)[0]
 
+    def answer(self, document: Document) -> tuple[list[int], list[int]]:
+        """The tokens before what is learned of a document, and these; empty where they are not in one piece."""
+        stream, _ = self([_Piece(document, document.text or "", prompt=document.prompt)])
+        tokens, learned = stream["token"].tolist(), np.flatnonzero(stream["label"])
+        if not len(learned) or learned[-1] - learned[0] >= len(learned):
+            return [], []
+        return tokens[: learned[0]], tokens[learned[0] : learned[-1] + 1]
+
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """The messages with an unused character in place of each special token, and the token of each character."""
         content = json.dumps(messages, ensure_ascii=False)

@@ -15,9 +15,13 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
 from kdtrain.config.values import Conflicts, Options, flag, option, refuse
+from kdtrain.errors import UsageError
 
 SAMPLED = "sampled-reverse-kl"
 """The divergence that learns from the tokens which the student drew."""
+
+
+_ONE_PROMPT = "--teacher-prompts and --teacher-system both say what the teacher alone reads; give one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +33,34 @@ class WriterConfig(Options):
 
     answers: Path | None = option(None, once=True, reads="file")
     """Text that another program wrote, instead of --data; a line with prompt and answer each (docs/on-policy.md)."""
+    teacher_prompts: bool = False
+    """The teacher reads the column teacher_prompt of --data in place of each prompt; the student learns without."""
     teacher_system: str | None = option(None, once=True, text=True, shown="TEXT")
     """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
 
     @property
     def writes(self) -> bool:
-        """Whether a student writes, or has written."""
-        return self.by is not None or self.answers is not None
+        """Whether a student writes or has written, or the teacher reads other prompts."""
+        return bool(self.by or self.answers or self.teacher_prompts or self.teacher_system is not None)
 
     def check(self, config: CacheTeacherConfig) -> None:
         """Take the text of --answers for generated. UsageError: nothing is written, or twice."""
-        flags, data = "--by" if self.answers is None else "--answers", config.data
-        if not self.writes:
-            idle = "--teacher-system has no effect without --by or --answers; add one, or leave it out"
-            return refuse(self.teacher_system is not None, idle)
-        refuse(config.remote is not None, f"{flags} needs a teacher that runs here; leave --teacher-server out")
+        data, own = config.data, self.teacher_prompts or self.teacher_system is not None
+        flags = {"--by": self.by is not None, "--answers": self.answers is not None, "--teacher-prompts": own}
+        named = next((name for name, given in flags.items() if given), "")
+        here = f"{named} needs a teacher that runs here; leave --teacher-server out"
+        refuse(bool(named) and config.remote is not None, here)
+        refuse(self.teacher_prompts and self.teacher_system is not None, _ONE_PROMPT)
         if self.answers is None:
-            return refuse(not config.text.generate, "--by has no effect without --generate; add it")
+            refuse(self.by is not None and not config.text.generate, "--by has no effect without --generate; add it")
+            if own and self.by is None:
+                refuse(config.text.generate, "--generate without --by has the teacher write; leave its own prompts out")
+                for name, given in {"--refine": config.refine is not None, "--dry-run": config.dry_run}.items():
+                    refuse(given, f"{name} cannot be combined with prompts of the teacher's own; leave it out")
+            return
         for name, given in {
-            "--data": data.data is not None,
+            "--teacher-prompts": self.teacher_prompts,  # the file has them
+            "--data": data.data not in (None, str(self.answers)),
             "--refine": config.refine is not None,
             "--prompt-tokens": config.text.prompt_tokens is not None,
             "--dry-run": config.dry_run,
@@ -76,7 +89,7 @@ def _check_command(given: str) -> None:
     try:
         words = shlex.split(given)
     except ValueError as error:
-        words = refuse(True, f"--write-with is not a command line: {error}; close its quotes") or []
+        raise UsageError(f"--write-with {given[:80]!r} cannot be split into words: {error}") from None
     for name in ("{model}", "{prompts}", "{out}"):
         refuse(not any(name in each for each in words), f"--write-with has no {name}; name it among its words")
 
@@ -133,6 +146,8 @@ class RoundsConfig(CodecConfig):
         None, free=True, once=True, private="runs a function", needs="on_policy", shown="MODULE:FUNCTION"
     )
     """A function of yours, (prompt, answer, row) -> a number, whose mean over the held-out texts each round logs."""
+    teacher_prompts: bool = option(False, needs="on_policy")
+    """The teacher reads the column teacher_prompt of --data in place of each prompt; the student learns without."""
     teacher_system: str | None = option(None, once=True, text=True, needs="on_policy", shown="TEXT")
     """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
 
@@ -156,6 +171,7 @@ class RoundsConfig(CodecConfig):
         yield from super().conflicts()
         both = "--on-policy writes rounds and --rollouts reads those of another run; give one"
         yield self.on_policy and self.rollouts is not None, both
+        yield self.teacher_prompts and self.teacher_system is not None, _ONE_PROMPT
         for name in ("top_k", "num_samples", "dense"):
             given = getattr(self, name) != getattr(CodecConfig(), name)
             yield given and not self.on_policy, f"{flag(name)} has no effect without --on-policy; leave it out"

@@ -24,7 +24,7 @@ from kdtrain.errors import RunError, UsageError, making, printable
 from kdtrain.files import publish_text, published, sweep
 from kdtrain.models.export import export_lock, export_model
 from kdtrain.models.tokenizer import tokenizer_files
-from kdtrain.plugins.rounds.answers import PromptReader, read_answers
+from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers
 from kdtrain.ranks import on_main, raise_on_all_ranks
 from kdtrain.training.signals import asked_to_stop
 
@@ -49,6 +49,8 @@ def write_elsewhere(
             tokens = row.tokens[: int(row.loss_mask.argmax()) + 1].tolist()
             text, most = reader.tokenizer.decode(tokens), int(row.loss_mask.sum())
             asked.append({"prompt": text, "tokens": tokens, "max_tokens": most, "split": split})
+            if SEEN in row.kept:
+                asked[-1]["teacher_prompt"] = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
 
     def write() -> bool:
         folder, prompts = path.parent, path.with_suffix(".prompts")

@@ -25,15 +25,23 @@ from kdtrain.config.choices import DIVERGENCES
 from kdtrain.config.sections import CodecConfig, TextConfig
 from kdtrain.data.order import batch as in_order
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import UsageError, log, writing
+from kdtrain.errors import UsageError, log, making, writing
 from kdtrain.files import publish_json, read_sealed, set_aside, typed
 from kdtrain.models.loading import model_digest
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
-from kdtrain.plugins.rounds.answers import PromptReader
+from kdtrain.plugins.rounds.answers import SEEN, PromptReader, as_prompt, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import load_score, show_texts
 from kdtrain.plugins.rounds.source import Fixed, Rounds, StreamShape
-from kdtrain.plugins.rounds.writing import SCORED, Interrupted, RolloutAnswers, common_ends, inserted, round_settings
+from kdtrain.plugins.rounds.writing import (
+    SCORED,
+    Interrupted,
+    RolloutAnswers,
+    common_ends,
+    inserted,
+    own_rows,
+    round_settings,
+)
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import build_prompts
 from kdtrain.tables import duration
@@ -201,17 +209,31 @@ class RoundsData(DataPlan):
             text=TextConfig(generate=True, prompt_tokens=given.prompt_tokens),
         )
 
+        own: Path | None = folder / "teacher_prompts" if given.teacher_prompts else None
+
         def build() -> None:
-            try:
-                build_prompts(prompting, self.teacher)
-            except UsageError:
-                if resumed or own_data(prompting.out) not in ("tokens", "nothing"):
-                    raise
-                set_aside(config.out, PROMPTS, "left")  # of an earlier attempt with other options
-                build_prompts(prompting, self.teacher)
+            rows: dict[str, list[PackedRow]] = {}
+            if own is not None:
+                theirs = self.teacher.tokenizer
+                how = ends_of(self.teacher.spec, theirs), True, True, None, prompting.splits()
+                rows = own_rows(prompting.data, theirs, *how)
+            both = {prompting.out: {split: [*map(bare, each)] for split, each in rows.items()}}
+            if own is not None:
+                with making(folder):
+                    folder.mkdir(exist_ok=True)
+                both[own] = {split: [*map(as_prompt, each)] for split, each in rows.items()}
+            for out, each in both.items():
+                asks = replace(prompting, out=out), self.teacher
+                try:
+                    build_prompts(*asks, {split: iter(rows) for split, rows in each.items()})
+                except UsageError:
+                    if resumed or own_data(out) not in ("tokens", "nothing"):
+                        raise
+                    set_aside(out.parent, out.name, "left")  # of an earlier attempt with other options
+                    build_prompts(*asks, {split: iter(rows) for split, rows in each.items()})
 
         on_main(build)
-        prompts = LocalCache(prompting.out)
+        prompts, seen = LocalCache(prompting.out), None if own is None else LocalCache(own)
         share = Fraction(str(given.rollout_share)).limit_denominator(1000)
         steps = given.round_steps
         if steps is None:
@@ -224,7 +246,8 @@ class RoundsData(DataPlan):
             share=str(share),
         )
         fixed = None if self.fixed is None else self.fixed["train"].facts.identity
-        elsewhere = [] if given.write_with is None else ["write-with"]
+        more = [] if given.write_with is None else ["write-with"]
+        more += [] if seen is None else [seen.manifest.digest]
         decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), given.max_new_tokens, fixed]
         decides += [
             given.gen_temperature,
@@ -232,19 +255,21 @@ class RoundsData(DataPlan):
             given.rollout_batch_size,
             config.teacher,
             given.teacher_system,
-            *elsewhere,
+            *more,
         ]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
         facts = self._facts(identity, prompts.folder / "tokenizer")
-        writer = RoundWriter(self, prompts, shape, facts)
+        writer = RoundWriter(self, prompts, shape, facts, seen)
         return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
 
 
 class RoundWriter:
-    """Writes the rounds of a run: `source.Writer`."""
+    """Writes the rounds of a run: `source.Writer`. seen: the teacher's own prompts, in the order of `prompts`."""
 
-    def __init__(self, data: RoundsData, prompts: LocalCache, shape: StreamShape, facts: Facts) -> None:
-        self.data, self.prompts, self.shape, self.facts = data, prompts, shape, facts
+    def __init__(
+        self, data: RoundsData, prompts: LocalCache, shape: StreamShape, facts: Facts, seen: LocalCache | None
+    ) -> None:
+        self.data, self.prompts, self.shape, self.facts, self.seen = data, prompts, shape, facts, seen
         self.config, self.given, self.teacher = data.config, data.given, data.teacher
         self.ended = time.monotonic()
 
@@ -264,6 +289,10 @@ class RoundWriter:
         system, self.more = given.teacher_system, None
         if system is not None:
             self.more = inserted(system, self.config.data, self.teacher)
+        if self.seen is not None:
+            masks = [self.seen[split].text(np.arange(len(self.seen[split])))["loss_mask"] for split in self.seen]
+            longest = max(int((each == 1).argmax(1).max()) for each in masks)
+            self.teacher.check(self.facts.seq_len + longest, False)
         self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
@@ -328,6 +357,8 @@ class RoundWriter:
         }
         if self.given.teacher_system is not None:
             policy["teacher_system"] = self.given.teacher_system
+        if self.seen is not None:
+            policy["teacher_prompts"] = self.seen.manifest.digest
         how, size = replace(self.how, policy=policy), self.given.rollout_batch_size
         batches = max(1, -(-self.shape.rows // size) // _SHARDS)
         data = dict(base.data)
@@ -358,10 +389,15 @@ class RoundWriter:
         text, most = reader.text(rows), self._length(number)
         masks = text["loss_mask"] == 1
         lengths = masks.argmax(1)
+        kept_nT: list[dict[str, np.ndarray]] = [{}] * len(rows)
+        if self.seen is not None:
+            theirs = self.seen[split].text(rows)
+            before_nT = np.arange(masks.shape[1]) <= (theirs["loss_mask"] == 1).argmax(1)[:, None]
+            kept_nT = [{SEEN: each} for each in np.where(before_nT, theirs["tokens"][:, :-1].astype(np.int32), -1)]
         for at in np.argsort(lengths, kind="stable").tolist():
             mask = masks[at].copy()
             mask[lengths[at] + most :] = False
-            yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32))
+            yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32), kept_nT[at])
 
 
 def _stop_together(done: int, total: int | None) -> None:

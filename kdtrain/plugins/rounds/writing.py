@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
+from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
 from kdtrain.models.generate import generate
@@ -46,8 +48,9 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.metrics import chunks
 from kdtrain.objective.targets import Supervision
-from kdtrain.plugins.rounds.answers import PromptReader, read_answers
+from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
 from kdtrain.precision.modes import autocast
+from kdtrain.run.build_cache import text_sources
 from kdtrain.run.saved_student import open_student
 from kdtrain.teaching.teacher import Writing
 from kdtrain.training.state import read_saved
@@ -99,7 +102,7 @@ class RolloutAnswers(ShardAnswers):
 
     Args:
         student: as it is; its mode is left as it was. None: the rows bring log p of their tokens.
-        how: with its `policy`.
+        how: with its `policy`; None: the rows have their text.
         inner: the teacher's answers about rows that have their text.
         scored: rows in one forward of either.
         stopped: whether to raise `Interrupted`; looked at after each decoding step.
@@ -112,7 +115,7 @@ class RolloutAnswers(ShardAnswers):
     def __init__(
         self,
         student: Student | None,
-        how: Writing,
+        how: Writing | None,
         inner: ShardAnswers,
         scored: int,
         stopped: Callable[[], bool] = lambda: False,
@@ -144,17 +147,20 @@ class RolloutAnswers(ShardAnswers):
         parts = list[Arrays]()
         for start in range(0, len(rows), self._scored):
             part = rows[slice(start, min(start + self._scored, len(rows)))]
-            read = part if self._more is None else self._more.put(part)
+            read, back_BT = part, None
+            if SEEN in part.kept or self._more is not None:
+                read, back_BT = seen_rows(part, self._more)
             with self._inner.session(read):
                 arrays = dict(self._inner.rows(read)[1]())
-            if self._more is not None:  # at t what the teacher knew of the same token
-                arrays = {
-                    name: each if name == "broken" else each[:, len(self._more) :] for name, each in arrays.items()
-                }
-            if self._student is None:
-                policy_BT = part.kept[POLICY]
-            else:
+            if back_BT is not None:  # at t what the teacher knew of the same token
+                each_B1 = np.arange(len(part))[:, None]
+                arrays = {name: each if name == "broken" else each[each_B1, back_BT] for name, each in arrays.items()}
+            policy_BT = part.kept.get(POLICY)
+            if self._student is not None:
                 policy_BT = label_logprobs(self._student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
+            if policy_BT is None:
+                parts.append(arrays)
+                continue
             policy_BT = np.where(part.loss_mask, policy_BT, np.float32(0.0))
             sound_B = np.isfinite(policy_BT).all(1)
             arrays["broken"] = arrays.get("broken", np.zeros(len(part), bool)) | ~sound_B
@@ -163,8 +169,9 @@ class RolloutAnswers(ShardAnswers):
 
     def _continued(self, rows: ShardRows) -> tuple[ShardRows, np.ndarray]:
         """The rows with what the student wrote, and its log p [B, T] at each draw."""
-        how, student, ends = self._how, self._student, list(self._how.end_tokens)
-        assert how.policy is not None and student is not None
+        how, student = self._how, self._student
+        assert how is not None and how.policy is not None and student is not None
+        ends = list(how.end_tokens)
         name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
         seed = int.from_bytes(hashlib.sha256(f"kdtrain rollouts {name}".encode()).digest()[:7])
         tokens_BT1, mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
@@ -205,7 +212,7 @@ class RolloutAnswers(ShardAnswers):
 
 @dataclass(frozen=True)
 class Inserted:
-    """Tokens that the teacher reads within each row, and the student does not."""
+    """Tokens that the teacher reads within each prompt, and the student does not."""
 
     at: int
     """Tokens of the row before them: what a chat template begins with."""
@@ -214,13 +221,29 @@ class Inserted:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def put(self, rows: ShardRows) -> ShardRows:
-        """The teacher's rows: longer by these tokens, which do not count."""
-        size = len(rows)
-        between = np.broadcast_to(np.array(self.tokens, rows.tokens.dtype), (size, len(self)))
-        tokens = np.concatenate([rows.tokens[:, : self.at], between, rows.tokens[:, self.at :]], 1)
-        mask = np.concatenate([np.zeros((size, len(self)), rows.loss_mask.dtype), rows.loss_mask], 1)
-        return replace(rows, tokens=tokens, loss_mask=mask, segments=np.zeros(mask.shape, rows.segments.dtype))
+
+def seen_rows(rows: ShardRows, more: Inserted | None) -> tuple[ShardRows, np.ndarray]:
+    """The teacher's rows, with its own prompts before the same text, and the place there of each label [B, T] of ours.
+
+    more: is put into each prompt; None: the rows bring their prompts (`answers.SEEN`).
+    """
+    (size, length), starts_B = rows.loss_mask.shape, rows.loss_mask.argmax(1) + 1
+    if more is None:
+        prompts = [row[row >= 0] for row in rows.kept[SEEN]]
+    else:
+        ours = [row[:start] for row, start in zip(rows.tokens, starts_B, strict=True)]
+        prompts = [np.concatenate([each[: more.at], more.tokens, each[more.at :]]) for each in ours]
+    shift_B = np.array([*map(len, prompts)]) - starts_B
+    width = length + max(0, int(shift_B.max()))
+    tokens_BW1 = np.repeat(rows.tokens[:, -1:], width + 1, 1)  # what fills a row
+    mask_BW = np.zeros((size, width), rows.loss_mask.dtype)
+    for row, (prompt, start, shift) in enumerate(zip(prompts, starts_B, shift_B, strict=True)):
+        tokens_BW1[row, : len(prompt)] = prompt
+        tokens_BW1[row, len(prompt) : length + 1 + shift] = rows.tokens[row, start:]
+        mask_BW[row, len(prompt) - 1 : length + shift] = rows.loss_mask[row, start - 1 :]
+    back_BT = (np.arange(length) + shift_B[:, None]).clip(0, width - 1)
+    segments_BW = np.zeros(mask_BW.shape, rows.segments.dtype)
+    return replace(rows, tokens=tokens_BW1, loss_mask=mask_BW, segments=segments_BW, kept={}), back_BT
 
 
 def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
@@ -253,26 +276,36 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
 
 
 class WrittenByStudent:
-    """A teacher that scores what a student writes; in everything else it is the teacher itself."""
+    """A teacher that scores what a student writes, or text behind prompts of its own; in all else it is the teacher.
+
+    policy: who writes; None: it is text as any other. texts: see `Teacher`. seen: digest of the teacher's own prompts.
+    """
 
     def __init__(
         self,
         teacher: Any,
         student: Student | None,
-        policy: Mapping[str, Any],
+        policy: Mapping[str, Any] | None,
         scored: int,
         more: Inserted | None,
         texts: Any,
+        seen: str | None,
     ) -> None:
         self.teacher, self.student, self.policy, self.scored, self.more = teacher, student, policy, scored, more
-        self.texts = texts
+        self.texts, self.seen = texts, seen
         self.writing: Writing | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.teacher, name)
 
     def __str__(self) -> str:
-        return f"{self.teacher}, on what {self.policy['spec']} writes"
+        own = "behind prompts of its own" if self.policy is None else f"on what {self.policy['spec']} writes"
+        return f"{self.teacher}, {own}"
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """As the teacher's, with its own prompts."""
+        return {**self.teacher.identity, **({} if self.seen is None else {"prompts": self.seen})}
 
     def write(self, how: Writing) -> None:
         """Have the student continue prompts. UsageError: both end their texts by different tokens."""
@@ -280,8 +313,9 @@ class WrittenByStudent:
         self.writing = replace(how, policy=self.policy, end_tokens=ends)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """The teacher's own, on the student's text."""
-        assert self.writing is not None
+        """The teacher's own, on the student's text. UsageError: it is sharded, and read behind prompts of its own."""
+        if self.teacher.sharded:
+            raise UsageError("a teacher with prompts of its own is not sharded; use --teacher-parallel replicate")
         answers = RolloutAnswers(
             self.student,
             self.writing,
@@ -290,7 +324,7 @@ class WrittenByStudent:
             more=self.more,
             given=self.texts is not None,
         )
-        if self.more is not None:
+        if self.more is not None or self.seen is not None:
             answers.logits = answers.examine = None  # which would see the student's rows
         return answers
 
@@ -322,16 +356,18 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
 
     UsageError: the student has another tokenizer, or cannot read sequences of this length; the file cannot be read.
     """
-    name, data, known = given.by, config.data, True
-    student = more = texts = None
+    name, data, ends = given.by, config.data, ends_of(teacher.spec, teacher.tokenizer)
+    most, known, student, more = config.text.max_new_tokens, True, None, None
     policy: dict[str, Any] = {"spec": name, "weights_digest": None, "step": None, "round": 0, "attempt": 1}
+    found: dict[str, list[PackedRow]] | None = None
     if given.answers is not None:
-        reader = PromptReader(teacher.tokenizer, ends_of(teacher.spec, teacher.tokenizer), data.seq_len)
-        most = config.text.max_new_tokens
-        found, known = (read := read_answers(given.answers, reader, most)).rows, read.known
-        texts = {"prompt_tokens": None, "max_new_tokens": most}, {name: iter(rows) for name, rows in found.items()}
-        digest = re.fullmatch("[0-9a-f]{64}", read.policy or "")
-        policy |= {"spec": read.policy or str(given.answers)} if digest is None else {"weights_digest": read.policy}
+        read = read_answers(given.answers, PromptReader(teacher.tokenizer, ends, data.seq_len), most)
+        found, known = read.rows, read.known
+        is_digest = re.fullmatch("[0-9a-f]{64}", read.policy or "") is not None
+        policy["weights_digest"] = read.policy if is_digest else None
+        policy["spec"] = str(given.answers) if is_digest or read.policy is None else read.policy
+    elif name is None or given.teacher_prompts:
+        found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, config.splits())
     if name is not None:
         model, place, checkpoint = open_student(name, device)
         theirs = tokenizer_digest(teacher.tokenizer)
@@ -345,9 +381,7 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
         student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size, mode=teacher.mode).eval()
         own = model_digest(model)
         if policy["weights_digest"] not in (None, own):
-            raise UsageError(
-                f"{given.answers} is of other weights than --by {name} has; name the student that wrote it"
-            )
+            raise UsageError(f"{given.answers} is of other weights than --by {name}; name the student that wrote it")
         step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
         policy |= {"spec": name, "weights_digest": own, "step": step}
     elif not known:
@@ -358,4 +392,44 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
     if given.teacher_system is not None:
         more = inserted(given.teacher_system, data, teacher)
         policy["teacher_system"] = given.teacher_system
-    return WrittenByStudent(teacher, student, policy, config.batch_size, more, texts)
+    texts, seen = None, None
+    if found is not None:
+        texts = {"prompt_tokens": None, "max_new_tokens": most}, {split: iter(rows) for split, rows in found.items()}
+        seen = prompts_digest(found, data.seq_len, teacher)
+    if name is None and given.answers is None:
+        return WrittenByStudent(teacher, None, None, config.batch_size, more, texts, given.teacher_system or seen)
+    return WrittenByStudent(teacher, student, policy, config.batch_size, more, texts, seen)
+
+
+def own_rows(
+    data: DataConfig,
+    tokenizer: Any,
+    ends: tuple[int, ...],
+    own: bool,
+    opening: bool,
+    most: int | None,
+    limits: Mapping[str, int | None],
+) -> dict[str, list[PackedRow]]:
+    """The rows of each split for a teacher that reads more than the student: see `answers.rows_of`.
+
+    UsageError: the data are plain text, which has no prompts.
+    """
+    if not has_prompts(data):
+        raise UsageError(f"{data.data} is plain text; prompts of the teacher's own need conversations, or completions")
+    found = dict[str, list[PackedRow]]()
+    for split, source in text_sources(data, dict(limits)).items():
+        reader = PromptReader(tokenizer, ends, data.seq_len, opening)
+        found[split] = [*islice(rows_of(data, source, reader, own, most), limits[split])]
+    return found
+
+
+def prompts_digest(rows: Mapping[str, list[PackedRow]], seq_len: int, teacher: Any) -> str | None:
+    """SHA-256 of the prompts that a teacher reads in place of the student's; None: there are none.
+
+    UsageError: they are too long for the teacher.
+    """
+    prompts = [row.kept[SEEN] for each in rows.values() for row in each if SEEN in row.kept]
+    if not prompts:
+        return None
+    teacher.check(seq_len + int((np.stack(prompts) >= 0).sum(1).max()) - 1, False)
+    return hashlib.sha256(np.stack(prompts).astype("<i4").tobytes()).hexdigest()
