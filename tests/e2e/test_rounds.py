@@ -392,6 +392,87 @@ def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_
     assert "--write-with: ./none cannot be started: No such file" in none.stderr
 
 
+@pytest.fixture(scope="module")
+def seen(bench):
+    """`seen.jsonl`: prompts with completions, each with a prompt of the teacher's; one cannot be split as ours is."""
+    rows = [(f"Q{n}: what?\n", f"the answer is {n}.", f"Be brief in {n} ways. Q{n}: what?\n") for n in range(40)]
+    rows.append(("x ", "the end", "x"))
+    lines = [dict(zip(("prompt", "completion", "teacher_prompt"), row, strict=True)) for row in rows]
+    (bench.root / "seen.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    return {row[0]: row[2] for row in rows}
+
+
+def assert_seen(bench, cache, seen, teacher):
+    """The teacher's numbers are those of its own prompt before the same answer."""
+    tokenizer = AutoTokenizer.from_pretrained(bench.root / teacher)
+    model = AutoModelForCausalLM.from_pretrained(bench.root / teacher, dtype=torch.float32).eval()
+    batch = cache["train"].read(range(len(cache["train"])))
+    found_BT = batch.targets.label_logprob.view_as(batch.loss_mask)
+    for row, mask, found in zip(batch.tokens, batch.loss_mask, found_BT, strict=True):
+        start, answer = int(mask.int().argmax()) + 1, row[1:][mask]
+        prompt = tokenizer.encode(seen[tokenizer.decode(row[:start])], add_special_tokens=False)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([[*prompt, *answer]])).logits[0, :-1].log_softmax(-1)
+        wanted = logprobs[len(prompt) - 1 :].gather(-1, answer[:, None])[:, 0]
+        torch.testing.assert_close(found[mask], wanted, rtol=0.01, atol=0.02)
+    return batch
+
+
+def test_a_teacher_reads_its_own_prompts_before_fixed_text_and_before_what_a_student_writes(bench, writes, seen):
+    asks = ("cache-teacher", "--teacher", "scorer", "--data", "seen.jsonl", "--seq-len", 48, "--num-workers", 0)
+    asks += ("--precision", "fp32", "--num-sequences", 12, "--validation-sequences", 4, "--top-k", 8)
+    made = bench.run(*asks, "--teacher-prompts", "--out", "seen-fixed").ok()
+    fixed = kd.Cache(bench.root / "seen-fixed")
+    tokenizer = AutoTokenizer.from_pretrained(bench.root / "scorer")
+    batch = assert_seen(bench, fixed, seen, "scorer")
+    texts = [tokenizer.decode(row[1:][mask]) for row, mask in zip(batch.tokens, batch.loss_mask, strict=True)]
+    assert all(text.startswith("the answer is") for text in texts)
+    assert fixed.manifest.settings.format_version == 3 and len(fixed.manifest.settings.teacher["prompts"]) == 64
+    assert "left out 1 rows of the" in made.stderr and "other tokens behind the teacher's prompt" in made.stderr
+    by = ("--generate", "--by", "exported", "--max-new-tokens", 8)
+    bench.run(*asks, *by, "--teacher-prompts", "--out", "seen-by").ok()
+    assert_seen(bench, kd.Cache(bench.root / "seen-by"), seen, "scorer")
+    assert kd.Cache(bench.root / "seen-by").manifest.settings.format_version == 5
+    bench.run(*asks, "--teacher-system", "Shout!\n", "--out", "seen-system").ok()
+    assert_seen(bench, kd.Cache(bench.root / "seen-system"), {each: f"Shout!\n{each}" for each in seen}, "scorer")
+    plain = (*asks[:4], "corpus", *asks[5:], "--teacher-prompts", "--out", "never")
+    assert "plain text" in bench.run(*plain).refusal()
+    both = bench.run(*asks, "--teacher-prompts", "--teacher-system", "a", "--out", "never")
+    assert "both say what the teacher alone reads" in both.refusal()
+    lines = [json.loads(line) for line in (bench.root / "seen.jsonl").read_text().splitlines()]
+    (bench.root / "odd.jsonl").write_text("".join(f"{json.dumps(each | {'teacher_prompt': 3})}\n" for each in lines))
+    odd = (*asks[:4], "odd.jsonl", *asks[5:], "--teacher-prompts", "--out", "never")
+    assert "its teacher_prompt must be a text, as its prompt is" in bench.run(*odd).refusal()
+    assert "has no column 'teacher_prompt'; option --teacher-prompts needs it" in (
+        bench.run(*asks[:4], "chat.jsonl", *asks[5:], "--teacher-prompts", "--out", "never").refusal()
+    )
+    assert not (bench.root / "never").exists()
+
+
+def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_without_its_adapters(forks, run, seen):
+    words = ("--on-policy", "--data", "seen.jsonl", "--seq-len", 48, "--num-workers", 0, "--top-k", 8)
+    words += ("--num-sequences", 30, "--validation-sequences", 4, "--max-new-tokens", 8, "--round-rows", 12)
+    words += ("--teacher-prompts", "--alpha", 1)
+    run("seen-run", *words, "--teacher", "teacher", steps=4)
+    round_1 = kd.Cache(forks.root / "seen-run" / "rollouts" / "round-0001")
+    assert_seen(forks, round_1, seen, "teacher")
+    run("seen-killed", *words, "--teacher", "teacher", steps=4, fault="cache.shard.after-batch:kill:5", code=-9)
+    run("seen-killed", *words, "--teacher", "teacher", steps=4)
+    assert_same(forks, "seen-killed", "seen-run")
+    pytest.importorskip("peft")
+    more = ("--out", "own-run", *forks.eager, *forks.fast, "--steps", 3)
+    asks = ("distill", "--student", "teacher", "--teacher", "self", *words, *more)
+    forks.run(*asks, "--lora-rank", 2).ok()
+    first, second = (kd.Cache(forks.root / "own-run" / "rollouts" / f"round-000{n}") for n in (1, 2))
+    batch = assert_seen(forks, first, seen, "teacher")
+    assert_seen(forks, second, seen, "teacher")
+    digests = [each.manifest.settings.data["generated"]["policy"]["weights_digest"] for each in (first, second)]
+    assert digests[0] != digests[1] and first.manifest.settings.teacher == second.manifest.settings.teacher
+    theirs = batch.targets.label_logprob
+    assert not torch.allclose(batch.targets.policy[batch.loss_mask.flatten()], theirs[batch.loss_mask.flatten()], atol=0.1)
+    assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
+
+
 def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):
     (forks.root / "scores.py").write_text("def score(prompt, answer, row):\n    return len(prompt) + row\n")
     words = (*ROUNDS, "--score-with", "scores:score")

@@ -193,8 +193,9 @@ class RoundsConfig(CodecConfig):
         refuse(len(config.cache) > 1, f"{which} mixes with one --cache; leave the others out")
         if self.on_policy:
             refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
-            here = config.remote is None and config.teacher != "self"
-            refuse(not here, "--on-policy needs a teacher of its own that runs here; name a model with --teacher")
+            refuse(config.remote is not None, "--on-policy needs a teacher that runs here; name a model with --teacher")
+            alone = "--teacher self is the student without its adapters; add --lora-rank, or name the student's spec"
+            refuse(config.teacher == "self" and not config.lora.lora_rank, alone)
             refuse(data.data is None, "--on-policy needs --data, whose prompts the student continues")
             mixes = self.rollout_share < 1
             text = f"--rollout-share {self.rollout_share:g} mixes with --cache; give one, or leave it out"

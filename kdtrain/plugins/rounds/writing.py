@@ -35,7 +35,7 @@ from kdtrain.cache.format.names import POLICY, WRITTEN
 from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
-from kdtrain.data.corpus import has_prompts
+from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
 from kdtrain.data.packed import PackedRow
@@ -252,7 +252,7 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
     UsageError: the template does not put a system prompt before the same turns, or rows become too long.
     """
     tokenizer = teacher.tokenizer
-    if not has_prompts(data):
+    if not has_prompts(data) or next(documents_of(data, data.split, prompts=True)).messages is None:
         found = Inserted(0, tuple(tokenizer.encode(text, add_special_tokens=False)))
     else:
         turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, Masks("", data.seq_len), opening=True)
