@@ -469,7 +469,9 @@ def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_with
     digests = [each.manifest.settings.data["generated"]["policy"]["weights_digest"] for each in (first, second)]
     assert digests[0] != digests[1] and first.manifest.settings.teacher == second.manifest.settings.teacher
     theirs = batch.targets.label_logprob
-    assert not torch.allclose(batch.targets.policy[batch.loss_mask.flatten()], theirs[batch.loss_mask.flatten()], atol=0.1)
+    assert not torch.allclose(
+        batch.targets.policy[batch.loss_mask.flatten()], theirs[batch.loss_mask.flatten()], atol=0.1
+    )
     assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
 
 

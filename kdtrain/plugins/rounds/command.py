@@ -102,6 +102,6 @@ def _run(command: str, places: Mapping[str, Path]) -> None:
         if process.returncode or not places["{out}"].exists():
             output.seek(max(0, output.seek(0, 2) - _CHARACTERS))
             last = output.read().decode(errors="replace").splitlines()[-_LINES:]
-            said = " | ".join(printable(each) for each in last if each.strip())
+            shown = " | ".join(printable(each) for each in last if each.strip())
             what = f"ended with {process.returncode}" if process.returncode else "wrote no {out}"
-            raise RunError(f"--write-with: the command {what}; the same command resumes here; its last lines: {said}")
+            raise RunError(f"--write-with: the command {what}; the same command resumes here; its last lines: {shown}")

@@ -279,6 +279,7 @@ class WrittenByStudent:
     """A teacher that scores what a student writes, or text behind prompts of its own; in all else it is the teacher.
 
     policy: who writes; None: it is text as any other. texts: see `Teacher`. seen: digest of the teacher's own prompts.
+    given: whether the rows have their text.
     """
 
     def __init__(
@@ -290,9 +291,10 @@ class WrittenByStudent:
         more: Inserted | None,
         texts: Any,
         seen: str | None,
+        given: bool,
     ) -> None:
         self.teacher, self.student, self.policy, self.scored, self.more = teacher, student, policy, scored, more
-        self.texts, self.seen = texts, seen
+        self.texts, self.seen, self.given = texts, seen, given
         self.writing: Writing | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -322,7 +324,7 @@ class WrittenByStudent:
             self.teacher.answers(settings),
             self.scored,
             more=self.more,
-            given=self.texts is not None,
+            given=self.given,
         )
         if self.more is not None or self.seen is not None:
             answers.logits = answers.examine = None  # which would see the student's rows
@@ -397,8 +399,9 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
         texts = {"prompt_tokens": None, "max_new_tokens": most}, {split: iter(rows) for split, rows in found.items()}
         seen = prompts_digest(found, data.seq_len, teacher)
     if name is None and given.answers is None:
-        return WrittenByStudent(teacher, None, None, config.batch_size, more, texts, given.teacher_system or seen)
-    return WrittenByStudent(teacher, student, policy, config.batch_size, more, texts, seen)
+        return WrittenByStudent(teacher, None, None, config.batch_size, more, texts, given.teacher_system or seen, True)
+    told = given.answers is not None
+    return WrittenByStudent(teacher, student, policy, config.batch_size, more, texts, seen, told)
 
 
 def own_rows(
