@@ -394,9 +394,8 @@ def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_
 
 @pytest.fixture(scope="module")
 def seen(bench):
-    """`seen.jsonl`: prompts with completions, each with a prompt of the teacher's; one cannot be split as ours is."""
+    """`seen.jsonl`: prompts with completions, each with a prompt of the teacher's own."""
     rows = [(f"Q{n}: what?\n", f"the answer is {n}.", f"Be brief in {n} ways. Q{n}: what?\n") for n in range(40)]
-    rows.append(("x ", "the end", "x"))
     lines = [dict(zip(("prompt", "completion", "teacher_prompt"), row, strict=True)) for row in rows]
     (bench.root / "seen.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     return {row[0]: row[2] for row in rows}
@@ -421,14 +420,13 @@ def assert_seen(bench, cache, seen, teacher):
 def test_a_teacher_reads_its_own_prompts_before_fixed_text_and_before_what_a_student_writes(bench, writes, seen):
     asks = ("cache-teacher", "--teacher", "scorer", "--data", "seen.jsonl", "--seq-len", 48, "--num-workers", 0)
     asks += ("--precision", "fp32", "--num-sequences", 12, "--validation-sequences", 4, "--top-k", 8)
-    made = bench.run(*asks, "--teacher-prompts", "--out", "seen-fixed").ok()
+    bench.run(*asks, "--teacher-prompts", "--out", "seen-fixed").ok()
     fixed = kd.Cache(bench.root / "seen-fixed")
     tokenizer = AutoTokenizer.from_pretrained(bench.root / "scorer")
     batch = assert_seen(bench, fixed, seen, "scorer")
     texts = [tokenizer.decode(row[1:][mask]) for row, mask in zip(batch.tokens, batch.loss_mask, strict=True)]
     assert all(text.startswith("the answer is") for text in texts)
     assert fixed.manifest.settings.format_version == 3 and len(fixed.manifest.settings.teacher["prompts"]) == 64
-    assert "left out 1 rows of the" in made.stderr and "other tokens behind the teacher's prompt" in made.stderr
     by = ("--generate", "--by", "exported", "--max-new-tokens", 8)
     bench.run(*asks, *by, "--teacher-prompts", "--out", "seen-by").ok()
     assert_seen(bench, kd.Cache(bench.root / "seen-by"), seen, "scorer")
@@ -468,10 +466,8 @@ def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_with
     assert_seen(forks, second, seen, "teacher")
     digests = [each.manifest.settings.data["generated"]["policy"]["weights_digest"] for each in (first, second)]
     assert digests[0] != digests[1] and first.manifest.settings.teacher == second.manifest.settings.teacher
-    theirs = batch.targets.label_logprob
-    assert not torch.allclose(
-        batch.targets.policy[batch.loss_mask.flatten()], theirs[batch.loss_mask.flatten()], atol=0.1
-    )
+    ours, theirs = (each[batch.loss_mask.flatten()] for each in (batch.targets.policy, batch.targets.label_logprob))
+    assert not torch.allclose(ours, theirs, atol=0.1)
     assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
 
 

@@ -172,7 +172,7 @@ def rows_of(data: DataConfig, source: str, reader: PromptReader, own: bool, most
     """
     opening, length = reader.opening, reader.seq_len
     differ = wide = 0
-    with closing(reader):
+    try:
         for document in documents_of(data, source, prompts=opening, teacher=own):
             both = [document := replace(document, prompt=_before_answer(document))]
             both += [_for_teacher(document)] if own else []
@@ -188,21 +188,17 @@ def rows_of(data: DataConfig, source: str, reader: PromptReader, own: bool, most
             else:
                 room = min(most or length, length + 1 - len(prompt))
                 yield reader.row(prompt, answer[:room], seen=seen if own else None)
-    why = f"that have no prompt, or one that fills --seq-len {length}"
-    for number, what in (differ, "whose answer has other tokens behind the teacher's prompt, or none"), (wide, why):
-        if number:
-            log.warning("%s: left out %s rows of the %s data %s", data.data, f"{number:,}", source, what)
+    finally:
+        reader.close()
+        why = f"that have no prompt, or one that fills --seq-len {length}"
+        for number, what in (differ, "whose answer has other tokens behind the teacher's prompt, or none"), (wide, why):
+            if number:
+                log.warning("%s: left out %s rows of the %s data %s", data.data, f"{number:,}", source, what)
 
 
 def bare(row: PackedRow) -> PackedRow:
     """A row without what it brings."""
     return replace(row, kept={})
-
-
-def as_prompt(row: PackedRow) -> PackedRow:
-    """The teacher's own prompt of a row that is to be answered, as a row."""
-    prompt = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
-    return prompt_row(prompt, seq_len=len(row.loss_mask), max_new_tokens=None, filler=int(row.tokens[-1]))
 
 
 def _before_answer(document: Document) -> int:

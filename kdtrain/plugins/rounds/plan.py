@@ -25,11 +25,11 @@ from kdtrain.config.choices import DIVERGENCES
 from kdtrain.config.sections import CodecConfig, TextConfig
 from kdtrain.data.order import batch as in_order
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import UsageError, log, making, writing
+from kdtrain.errors import UsageError, log, writing
 from kdtrain.files import publish_json, read_sealed, set_aside, typed
 from kdtrain.models.loading import model_digest
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
-from kdtrain.plugins.rounds.answers import SEEN, PromptReader, as_prompt, bare
+from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import load_score, show_texts
 from kdtrain.plugins.rounds.source import Fixed, Rounds, StreamShape
@@ -40,10 +40,11 @@ from kdtrain.plugins.rounds.writing import (
     common_ends,
     inserted,
     own_rows,
+    prompts_digest,
     round_settings,
 )
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
-from kdtrain.run.build_cache import build_prompts
+from kdtrain.run.build_cache import build_prompts, pin_text
 from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing
 from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
@@ -209,31 +210,28 @@ class RoundsData(DataPlan):
             text=TextConfig(generate=True, prompt_tokens=given.prompt_tokens),
         )
 
-        own: Path | None = folder / "teacher_prompts" if given.teacher_prompts else None
+        seen = rows_ = None
+        if given.teacher_prompts:  # the prompts are stored, and what the teacher reads in their place is read again
+            theirs, ends = self.teacher.tokenizer, ends_of(self.teacher.spec, self.teacher.tokenizer)
+            theirs.pinned = on_main(lambda: pin_text(prompting.out, prompting.data, theirs))
+            how = prompting.data, theirs, ends, True, True, None, prompting.splits()
+            rows_ = on_all(lambda: own_rows(*how))
+            seen = prompts_digest(rows_, prompting.data.seq_len, self.teacher)
+
+        def build_rows() -> None:
+            build_prompts(prompting, self.teacher, rows_ and {split: map(bare, each) for split, each in rows_.items()})
 
         def build() -> None:
-            rows: dict[str, list[PackedRow]] = {}
-            if own is not None:
-                theirs = self.teacher.tokenizer
-                how = ends_of(self.teacher.spec, theirs), True, True, None, prompting.splits()
-                rows = own_rows(prompting.data, theirs, *how)
-            both = {prompting.out: {split: [*map(bare, each)] for split, each in rows.items()}}
-            if own is not None:
-                with making(folder):
-                    folder.mkdir(exist_ok=True)
-                both[own] = {split: [*map(as_prompt, each)] for split, each in rows.items()}
-            for out, each in both.items():
-                asks = replace(prompting, out=out), self.teacher
-                try:
-                    build_prompts(*asks, {split: iter(rows) for split, rows in each.items()})
-                except UsageError:
-                    if resumed or own_data(out) not in ("tokens", "nothing"):
-                        raise
-                    set_aside(out.parent, out.name, "left")  # of an earlier attempt with other options
-                    build_prompts(*asks, {split: iter(rows) for split, rows in each.items()})
+            try:
+                build_rows()
+            except UsageError:
+                if resumed or own_data(prompting.out) not in ("tokens", "nothing"):
+                    raise
+                set_aside(config.out, PROMPTS, "left")  # of an earlier attempt with other options
+                build_rows()
 
         on_main(build)
-        prompts, seen = LocalCache(prompting.out), None if own is None else LocalCache(own)
+        prompts = LocalCache(prompting.out)
         share = Fraction(str(given.rollout_share)).limit_denominator(1000)
         steps = given.round_steps
         if steps is None:
@@ -247,7 +245,7 @@ class RoundsData(DataPlan):
         )
         fixed = None if self.fixed is None else self.fixed["train"].facts.identity
         more = [] if given.write_with is None else ["write-with"]
-        more += [] if seen is None else [seen.manifest.digest]
+        more += [] if seen is None else [seen]
         decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), given.max_new_tokens, fixed]
         decides += [
             given.gen_temperature,
@@ -259,17 +257,26 @@ class RoundsData(DataPlan):
         ]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
         facts = self._facts(identity, prompts.folder / "tokenizer")
-        writer = RoundWriter(self, prompts, shape, facts, seen)
+        writer = RoundWriter(self, prompts, shape, facts, seen, rows_ or {})
         return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
 
 
 class RoundWriter:
-    """Writes the rounds of a run: `source.Writer`. seen: the teacher's own prompts, in the order of `prompts`."""
+    """Writes the rounds of a run: `source.Writer`.
+
+    own: rows of each split, in the order of `prompts`, with the teacher's own prompts. seen: the digest of these.
+    """
 
     def __init__(
-        self, data: RoundsData, prompts: LocalCache, shape: StreamShape, facts: Facts, seen: LocalCache | None
+        self,
+        data: RoundsData,
+        prompts: LocalCache,
+        shape: StreamShape,
+        facts: Facts,
+        seen: str | None,
+        own: Mapping[str, list[PackedRow]],
     ) -> None:
-        self.data, self.prompts, self.shape, self.facts, self.seen = data, prompts, shape, facts, seen
+        self.data, self.prompts, self.shape, self.facts, self.seen, self.own = data, prompts, shape, facts, seen, own
         self.config, self.given, self.teacher = data.config, data.given, data.teacher
         self.ended = time.monotonic()
 
@@ -289,10 +296,6 @@ class RoundWriter:
         system, self.more = given.teacher_system, None
         if system is not None:
             self.more = inserted(system, self.config.data, self.teacher)
-        if self.seen is not None:
-            masks = [self.seen[split].text(np.arange(len(self.seen[split])))["loss_mask"] for split in self.seen]
-            longest = max(int((each == 1).argmax(1).max()) for each in masks)
-            self.teacher.check(self.facts.seq_len + longest, False)
         self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
@@ -358,7 +361,7 @@ class RoundWriter:
         if self.given.teacher_system is not None:
             policy["teacher_system"] = self.given.teacher_system
         if self.seen is not None:
-            policy["teacher_prompts"] = self.seen.manifest.digest
+            policy["teacher_prompts"] = self.seen
         how, size = replace(self.how, policy=policy), self.given.rollout_batch_size
         batches = max(1, -(-self.shape.rows // size) // _SHARDS)
         data = dict(base.data)
@@ -389,15 +392,11 @@ class RoundWriter:
         text, most = reader.text(rows), self._length(number)
         masks = text["loss_mask"] == 1
         lengths = masks.argmax(1)
-        kept_nT: list[dict[str, np.ndarray]] = [{}] * len(rows)
-        if self.seen is not None:
-            theirs = self.seen[split].text(rows)
-            before_nT = np.arange(masks.shape[1]) <= (theirs["loss_mask"] == 1).argmax(1)[:, None]
-            kept_nT = [{SEEN: each} for each in np.where(before_nT, theirs["tokens"][:, :-1].astype(np.int32), -1)]
         for at in np.argsort(lengths, kind="stable").tolist():
             mask = masks[at].copy()
             mask[lengths[at] + most :] = False
-            yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32), kept_nT[at])
+            kept = self.own[split][rows[at]].kept if self.own else {}
+            yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32), kept)
 
 
 def _stop_together(done: int, total: int | None) -> None:

@@ -1,15 +1,19 @@
 """A round for a loop of one's own, and files of answers that another program wrote."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import kdtrain as kd
+from kdtrain.config.sections import DataConfig
 from kdtrain.errors import UsageError
-from kdtrain.plugins.rounds.answers import PromptReader, read_answers
+from kdtrain.models.tokenizer import load_tokenizer
+from kdtrain.plugins.rounds.answers import PromptReader, read_answers, rows_of
 from kdtrain.testing import tiny_model, tiny_tokenizer
 
+ROOT = Path(__file__).parents[3]
 PROMPTS = ["def read", [5, 6, 7], "class A", "import os"]
 
 
@@ -69,7 +73,11 @@ def test_answers_are_texts_or_ids_and_end_where_they_say_so(tokenizer, tmp_path)
     known.append({"prompt": "a", "answer": [7, 8], "logprobs": [-1, -2.5], "policy": "mine"})
     found = read_answers(written(tmp_path / "b.jsonl", *known), PromptReader(tokenizer, (299,), 16))
     assert found.policy == "mine" and found.known
-    rows = [row for each in found.rows.values() for row in each]
+    known_rows = found.rows
+    lines = [{**each, "teacher_prompt": [9, 8, 7]} for each in lines[:3]]
+    found = read_answers(written(tmp_path / "c.jsonl", *lines), PromptReader(tokenizer, (299,), 16))
+    assert found.rows["train"][0].kept["teacher_prompt"].tolist() == [9, 8, 7] + 13 * [-1]
+    rows = [row for each in known_rows.values() for row in each]
     assert [-1, -2.5] in [row.kept["policy_logprob"][row.loss_mask].tolist() for row in rows]
 
 
@@ -91,6 +99,7 @@ GOOD = {"prompt": "open", "answer": [7, 8], "logprobs": [-1.0, -2.0]}
         ({**GOOD, "logprobs": [0.5, -1.0]}, "line 2 is not a prompt with its answer"),
         ({**GOOD, "logprobs": None}, "line 2 is of another policy than the lines before, or has logprobs"),
         ({**GOOD, "policy": "other"}, "line 2 is of another policy"),
+        ({**GOOD, "teacher_prompt": "a"}, "or a teacher_prompt where they do not"),
         ({**GOOD, "split": "test"}, "line 2 is not a prompt with its answer"),
         (GOOD, "has 2 answers that can be used, and 3 are needed"),
     ],
@@ -116,3 +125,21 @@ def test_answers_to_given_prompts_come_in_their_order(tokenizer, tmp_path):
             read_answers(path, PromptReader(tokenizer, (299,), 16), asked=asked)
     with pytest.raises(UsageError, match="line 3 answers another prompt"):
         read_answers(written(tmp_path / "c.jsonl", *lines, lines[0]), PromptReader(tokenizer, (299,), 16), asked=asked)
+
+
+def test_an_answer_that_has_other_tokens_behind_the_teachers_prompt_is_left_out_and_counted(tmp_path, caplog):
+    merging = load_tokenizer(ROOT / "teachers" / "stdlib-5m")  # the tiny one has a token for each byte
+    lines = [{"prompt": f"a{n}", "completion": " return self", "teacher_prompt": f"b {n}"} for n in range(30)]
+    lines += [{"prompt": f"c{n} ", "completion": "return self", "teacher_prompt": f"d{n}\n"} for n in range(30)]
+    lines += [{"prompt": "e " * 40, "completion": "return", "teacher_prompt": f"e{n} "} for n in range(30)]
+    data = DataConfig(data=str(written(tmp_path / "a.jsonl", *lines)), seq_len=24)
+    reader = PromptReader(merging, (merging.eos_token_id,), 24, opening=False)
+    rows = [*rows_of(data, "train", reader, True, None)]
+    texts = {merging.decode(row.tokens[1:][row.loss_mask]).replace("<|endoftext|>", "") for row in rows}
+    assert texts == {" return self"} and 20 < len(rows) <= 30
+    prompts = [merging.decode(row.tokens[: int(row.loss_mask.argmax()) + 1]) for row in rows]
+    own = [merging.decode(row.kept["teacher_prompt"][row.kept["teacher_prompt"] >= 0]) for row in rows]
+    assert own == [each.replace("a", "b ") for each in prompts]
+    left = [each for each in caplog.messages if "left out" in each]
+    assert "rows of the train data whose answer has other tokens behind the teacher's prompt" in left[0]
+    assert "fills --seq-len 24" in left[1]

@@ -119,4 +119,4 @@ def test_what_the_teacher_alone_reads_stands_behind_what_a_template_begins_with(
     own = np.array([[7, 8, 9, 10, 11, -1], [7, -1, -1, -1, -1, -1]])
     found, back = seen_rows(replace(rows, kept={SEEN: own}), None)  # the text of both is its last two tokens
     assert found.tokens.tolist() == [[7, 8, 9, 10, 11, 4, 5], [7, 10, 11, 11, 11, 11, 11]]
-    assert [row[at].tolist() for row, at in zip(found.loss_mask, back, strict=True)] == mask.tolist()
+    assert found.loss_mask.sum() == 4 and np.take_along_axis(found.loss_mask, back, 1)[mask].all()
