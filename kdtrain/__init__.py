@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from kdtrain.objective.temperature import ScheduledTemperature as ScheduledTemperature
     from kdtrain.objective.temperature import Temperature as Temperature
     from kdtrain.objective.temperature import register_temperature as register_temperature
+    from kdtrain.plugins.rounds.library import rollouts as rollouts
     from kdtrain.precision.backends import quantize_ as quantize_
     from kdtrain.precision.backends import register_backend as register_backend
     from kdtrain.precision.controller import Policy as Policy

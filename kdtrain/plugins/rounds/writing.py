@@ -316,7 +316,7 @@ class WrittenByStudent:
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
         """The teacher's own, on the student's text. UsageError: it is sharded, and read behind prompts of its own."""
-        if self.teacher.sharded:
+        if getattr(self.teacher, "sharded", False):
             raise UsageError("a teacher with prompts of its own is not sharded; use --teacher-parallel replicate")
         answers = RolloutAnswers(
             self.student,
