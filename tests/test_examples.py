@@ -77,6 +77,13 @@ def test_a_plain_loop_lowers_the_loss_and_learns_a_temperature(run, material):
     assert values[-1][5] != values[0][5]
 
 
+def test_a_student_learns_from_what_it_writes_in_a_loop_of_ones_own(run, material):
+    folder = ROOT / "teachers" / "stdlib-5m"
+    printed = run(EXAMPLES / "on_policy_loop.py", folder, material[1], 12, CUDA_VISIBLE_DEVICES="")
+    values = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("round ")]
+    assert len(values) == 24 and sum(values[-6:]) < sum(values[:6])
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_trainer_of_transformers_takes_the_steps_of_the_command_on_any_number_of_ranks(run, material, world):
     cache, model, expected = material

@@ -52,7 +52,8 @@ def main(config: GenerateConfig) -> int:
             raise UsageError(f"the prompt has no tokens, {why}{'' if chat else '; give a PROMPT'}")
         writer.write(prompt, config.max_tokens, f"{config.prompt}\n" if chat else config.prompt)
     if config.json:
-        found = {"student": config.student, "prompt": config.prompt, "text": writer.text, "tokens": len(writer.tokens)}
+        found: dict[str, Any] = {"student": config.student, "prompt": config.prompt, "text": writer.text}
+        found |= {"tokens": len(writer.tokens), "ids": [*writer.tokens]}
         show("", found, True)
     return 0
 

@@ -68,7 +68,8 @@ class CacheTeacherConfig(Extended):
                 yield changed, f"{name}: --refine takes it from its cache; leave it out"
             return
         yield from self.data.conflicts_in_training()
-        yield self.data.data is None, "--data is missing; give stdlib, a file, a folder or hf:NAME"
+        own_text = getattr(self.writer, "answers", None) is not None
+        yield self.data.data is None and not own_text, "--data is missing; give stdlib, a file, a folder or hf:NAME"
 
     EXTENDED = "cache-teacher"
     EXAMPLES = ("kdtrain cache-teacher --teacher teachers/stdlib-5m.toml --data stdlib --out cache/t",)

@@ -27,7 +27,7 @@ import sysconfig
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -165,10 +165,13 @@ def documents(
     return chain([first], found)
 
 
-def documents_of(data: DataConfig, split: str, prompts: bool = False) -> Iterator[Document]:
-    """Yield the documents of a split of the text that options name, as `documents`; `prompts`: they need no answer."""
+def documents_of(data: DataConfig, split: str, prompts: bool = False, teacher: bool = False) -> Iterator[Document]:
+    """Yield the documents of a split of the text that options name, as `documents`.
+
+    prompts: they need no answer. teacher: they have a `teacher_prompt`.
+    """
     source, columns, streaming = _named(data, prompts)
-    return documents(source, split, columns, streaming=streaming)
+    return documents(source, split, replace(columns, teacher=teacher), streaming=streaming)
 
 
 def has_prompts(data: DataConfig) -> bool:

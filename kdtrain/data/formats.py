@@ -19,7 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,15 @@ _ROLES = {
 class Document:
     """One text, or one conversation (a list of `role` and `content`); `key` names it within its source.
 
-    prompt: how much of its beginning is not learned: characters of the text, or messages.
+    prompt: how much of its beginning is not learned: characters of the text, or messages. teacher_prompt: what the
+    teacher reads in its place, as the column of this name has it.
     """
 
     key: str
     text: str | None = None
     messages: Messages | None = None
     prompt: int = 0
+    teacher_prompt: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class Columns:
     messages: str | None = None
     prompts: bool = False
     """Rows need no answer."""
+    teacher: bool = False
+    """Rows have a prompt of the teacher's own."""
 
 
 class LeftOut(Exception):
@@ -137,6 +141,22 @@ def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowForma
     Raises:
         UsageError: they lack a column, or are in none of the formats.
     """
+    found, column = _format_of(source, wanted, names), "teacher_prompt"
+    if not wanted.teacher:
+        return found
+    _refuse_missing(source, names, column, "option --teacher-prompts")
+
+    def convert(key: str, row: Mapping[str, Any]) -> Document:
+        try:
+            return replace(found.convert(key, row), teacher_prompt=row[column])
+        except LeftOut as why:
+            why.prompt = why.prompt and replace(why.prompt, teacher_prompt=row[column])
+            raise
+
+    return replace(found, columns=(*found.columns, column), convert=convert)
+
+
+def _format_of(source: str, wanted: Columns, names: Collection[str]) -> RowFormat:
     name = wanted.format
     if name == "auto":
         plain = wanted.text in names or wanted.text != "text"

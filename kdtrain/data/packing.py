@@ -117,18 +117,19 @@ def prompt_rows(
 
     UsageError: as `packed_rows`.
     """
-    length = data.seq_len
-
-    def row(prompt: list[int]) -> PackedRow:
-        tokens, mask = np.full(length + 1, filler, dtype=np.int32), np.zeros(length, dtype=np.bool_)
-        tokens[: len(prompt)] = prompt
-        mask[len(prompt) - 1 :][:max_new_tokens] = True
-        return PackedRow(tokens, mask, np.zeros(length, dtype=np.int32))
-
+    row = functools.partial(prompt_row, seq_len=data.seq_len, max_new_tokens=max_new_tokens, filler=filler)
     if prompt_tokens is None:
         return itertools.islice(map(row, _before_answers(data, split_name, tokenizer)), limit)
     packed = packed_rows(data, split_name, tokenizer, limit)
     return (row(each.tokens[:prompt_tokens].tolist()) for each in packed)
+
+
+def prompt_row(prompt: list[int], *, seq_len: int, max_new_tokens: int | None, filler: int) -> PackedRow:
+    """Make a row of `prompt_rows`."""
+    tokens, mask = np.full(seq_len + 1, filler, dtype=np.int32), np.zeros(seq_len, dtype=np.bool_)
+    tokens[: len(prompt)] = prompt
+    mask[len(prompt) - 1 :][:max_new_tokens] = True
+    return PackedRow(tokens, mask, np.zeros(seq_len, dtype=np.int32))
 
 
 def _before_answers(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast") -> Iterator[list[int]]:
@@ -375,6 +376,14 @@ class Encoder:
         self.masks.documents += 1
         with panics_refused(f"{self._name} cannot take this text"):
             return self._encode(text, quoted)[0]
+
+    def answer(self, document: Document) -> tuple[list[int], list[int]]:
+        """Return the tokens before what is learned of a document, and these; empty where they are not in one piece."""
+        stream, _ = self([_Piece(document, document.text or "", prompt=document.prompt)])
+        tokens, learned = stream["token"].tolist(), np.flatnonzero(stream["label"])
+        if not len(learned) or learned[-1] - learned[0] >= len(learned):
+            return [], []
+        return tokens[: learned[0]], tokens[learned[0] : learned[-1] + 1]
 
     def _without_special(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """Return the messages with an unused character for each special token, and the token of each such character."""

@@ -248,8 +248,8 @@ def _requested(
     )
     settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
     if (how := teacher.writing) is None:
-        return settings, _text(config.data, teacher.tokenizer, limits, counts)
-    prompts, rows = _prompts(config, teacher.tokenizer, how.end_tokens)
+        return settings, teacher.texts[1] if teacher.texts else _text(config.data, teacher.tokenizer, limits, counts)
+    prompts, rows = teacher.texts or _prompts(config, teacher.tokenizer, how.end_tokens)
     settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
     if how.policy is not None:
         settings = replace(settings, codec=replace(codec, written=True), format_version=WRITTEN)
@@ -269,18 +269,21 @@ def _prompts(
     return prompts, rows
 
 
-def build_prompts(config: CacheTeacherConfig, teacher: Teacher) -> None:
-    """Write the prompts that `--generate` would continue into a cache of bare tokens, in this process alone."""
+def build_prompts(config: CacheTeacherConfig, teacher: Teacher, rows: Rows | None = None) -> None:
+    """Write the prompts that `--generate` would continue into a cache of bare tokens, in this process alone.
+
+    rows: of each split, in their place.
+    """
     data, tokenizer = config.data, teacher.tokenizer
     tokenizer.pinned = pin_text(config.out, data, tokenizer)  # type: ignore[attr-defined]
     tokenizer.pinned.pop("packing", None)  # type: ignore[attr-defined]
     codec = CodecSpec(kind="tokens", vocab_size=teacher.vocab_size)
-    prompts, rows = _prompts(config, tokenizer, ends_of(teacher.spec, tokenizer))
+    prompts, found = _prompts(config, tokenizer, ends_of(teacher.spec, tokenizer))
     settings = _settings(data, tokenizer, codec, config.splits())
     settings = replace(settings, data={**settings.data, "prompts": prompts})
     stated = {"text": known_text(config.out, data, packed=True)}
     saved = ChatTokenizer(tokenizer, generation_of(teacher.spec))
-    _write(config.out, settings, rows, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
+    _write(config.out, settings, rows or found, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
 
 
 def validation_rows(

@@ -130,7 +130,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
     document_mask = bool(config.data.document_mask) if refined is None else refined.manifest.settings.document_mask
     with raise_on_all_ranks():
         teacher.check(seq_len, document_mask)
-        measured = spec.weights is not None and is_main() and not (config.dry_run or (config.out / MANIFEST).exists())
+        measured = spec.weights is not None and teacher.texts is None and is_main()
+        measured = measured and not (config.dry_run or (config.out / MANIFEST).exists())
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them

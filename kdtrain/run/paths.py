@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kdtrain.cache.format.names import why_no_cache
 from kdtrain.config.choices import TEXTS
@@ -135,7 +135,7 @@ def _column(text: str, texts: Mapping[str, str]) -> str | None:
     """Return what is wrong with the column to read from rows; None where that cannot be seen at their beginning."""
     messages, chosen = texts.get("messages_column"), texts.get("text_column", "text")
     option, column = ("text_column", chosen) if messages is None else ("messages_column", messages)
-    how = {"format": texts.get("format", "auto"), "text": chosen}
+    how: dict[str, Any] = {"format": texts.get("format", "auto"), "text": chosen}
     from kdtrain.data.formats import Columns, column_hint, first_columns, row_format
 
     wanted = Columns(**how, messages=messages, prompts="generate" in texts)

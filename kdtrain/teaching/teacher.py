@@ -12,7 +12,7 @@ The stages of a teacher, so that the memory plan comes before the weights, and a
     targets, answers        in any number
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.cache.write.answers import ShardAnswers
 from kdtrain.config.choices import TEACHERS
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
@@ -67,6 +68,8 @@ class Teacher:
     """What `pack` measured."""
     writing: Writing | None = None
     """How it continues the prompts of a cache's rows; None: the rows have their text."""
+    texts: tuple[dict[str, int | None], Mapping[str, Iterator[PackedRow]]] | None = None
+    """What prompts are cut to, and the rows of each split, where it brings both; None: they are of the data."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         self.spec, self.device, self.mode = spec, device, mode

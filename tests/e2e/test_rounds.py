@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -50,6 +51,56 @@ def test_a_student_writes_its_teacher_scores_and_both_log_probabilities_are_kept
         assert (written[-1] in ENDS or len(written) == 20) and not {*written[:-1]} & {*ENDS}
     assert bench.run("verify", "own").ok()
     assert "written by a student" in bench.run("inspect", "own").ok().stdout
+
+
+def answers_of(cache):
+    """Return the text of a capture as another program would write it, without log p."""
+    found = []
+    for split in cache:
+        whole = cache[split].text(np.arange(len(cache[split])))
+        for row, mask in zip(whole["tokens"], whole["loss_mask"], strict=True):
+            places = np.flatnonzero(mask == 1)
+            prompt, answer = row[: places[0] + 1].tolist(), row[places + 1].tolist()
+            found.append({"prompt": prompt, "answer": answer, "split": split})
+    return found
+
+
+def test_answers_that_another_program_wrote_give_the_rows_of_the_capture_that_they_come_from(bench, writes):
+    bench.run(*writes, "--top-k", 6, "--num-samples", 4, "--by", "exported", "--out", "here").ok()
+    cache = kd.Cache(bench.root / "here")
+    lines = answers_of(cache)
+    policies = [
+        cache[split].read(range(n)).targets.policy.view(n, -1) for split, n in (("train", 12), ("validation", 4))
+    ]
+    logprobs = [row.tolist() for row in torch.cat(policies)]
+    asks = ("cache-teacher", "--teacher", "scorer", "--seq-len", 32, "--precision", "fp32", "--seed", 3)
+    asks += ("--sequences-per-shard", 6, "--batch-size", 4, "--top-k", 6, "--num-samples", 4, "--answers", "told.jsonl")
+    path = bench.root / "told.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert "has no logprobs; name the student that wrote it with --by" in bench.run(*asks, "--out", "told").refusal()
+    bench.run(*asks, "--by", "exported", "--out", "told-by").ok()
+    for line, known in zip(lines, logprobs, strict=True):
+        first = len(line["prompt"]) - 1
+        line |= {"logprobs": known[first : first + len(line["answer"])], "policy": "engine-7"}
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    bench.run(*asks, "--out", "told").ok()
+    policy = kd.Cache(bench.root / "told").manifest.settings.data["generated"]["policy"]
+    assert (policy["spec"], policy["weights_digest"]) == ("engine-7", None)
+    for name in ("told", "told-by"):
+        other = kd.Cache(bench.root / name)
+        assert other.manifest.settings.format_version == 5 and other.manifest.generated == cache.manifest.generated
+        for split in cache:
+            one, two = (each[split].read(range(len(cache[split]))) for each in (cache, other))
+            for field, values in one.fields().items():
+                torch.testing.assert_close(two.fields()[field], values, rtol=0, atol=0, msg=f"{name} {split} {field}")
+    assert bench.run("verify", "told").ok()
+    path.write_text(path.read_text().replace("engine-7", "7" * 64))
+    assert "is of other weights than --by" in bench.run(*asks, "--by", "exported", "--out", "wrong").refusal()
+    path.write_text('{"prompt": "a"}\n')
+    assert "told.jsonl, line 1 is not a prompt with its answer" in bench.run(*asks, "--out", "wrong").refusal()
+    for more in (("--data", "corpus"), ("--dry-run",)):
+        assert f"leave {more[0]} out" in bench.run(*asks, *more, "--out", "wrong").refusal()
+    assert not (bench.root / "wrong").exists()
 
 
 def test_a_killed_capture_of_a_students_text_ends_in_the_same_bytes(bench, writes):
@@ -284,6 +335,140 @@ def test_what_the_teacher_alone_sees_is_in_its_numbers_and_not_in_the_row(bench,
     talk = ("cache-teacher", "--teacher", "scorer", *chat, "--generate", "--by", "exported", "--max-new-tokens", 8)
     bench.run(*talk, "--out", "chat-sees", "--teacher-system", "Be brief.").ok()
     assert kd.Cache(bench.root / "chat-sees").manifest.settings.data["generated"]["policy"]["teacher_system"]
+
+
+ENGINE = """
+import contextlib, io, json, os, signal, sys, time
+from kdtrain.commands.generate import main
+from kdtrain.config.commands import GenerateConfig
+model, prompts, out = sys.argv[1:]
+number = out.split("round-")[1][:4]
+if os.path.exists("stop" + number):
+    os.remove("stop" + number)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+if os.path.exists("broken" + number):
+    print("loading the model")
+    sys.exit("no room on the device")
+with open(out, "w") as file:
+    for line in map(json.loads, open(prompts)):
+        said, most = io.StringIO(), line["max_tokens"]
+        how = {"raw": True, "temperature": 0.0, "json": True, "device": "cpu"}
+        with contextlib.redirect_stdout(said):
+            main(GenerateConfig(student=model, prompt=line["prompt"], max_tokens=most, **how))
+        ids = json.loads(said.getvalue())["ids"]
+        ids += [299] if len(ids) < most else []
+        file.write(json.dumps({"prompt": line["tokens"], "answer": ids}) + "\\n")
+"""
+
+
+def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_the_run_resumes_where_it_fails(
+    forks, run
+):
+    (forks.root / "engine.py").write_text(ENGINE)
+    greedy = (*ROUNDS, "--gen-temperature", 0)
+    command = ("--write-with", f"{sys.executable} engine.py {{model}} {{prompts}} {{out}}")
+    run("greedy", *greedy, steps=5)
+    for name in ("stop0002", "broken0002"):
+        (forks.root / name).touch()
+    stopped = run("engine", *greedy, *command, steps=5)
+    assert "stopped by SIGTERM after step 3" in stopped.stderr and not (forks.root / "stop0002").exists()
+    failed = run("engine", *greedy, *command, steps=5, code=1)
+    assert "the command ended with 1; the same command resumes here" in failed.stderr
+    assert "loading the model | no room on the device" in failed.stderr
+    (forks.root / "broken0002").unlink()
+    run("engine", *greedy, *command, steps=5)
+    assert texts(forks, "engine") == texts(forks, "greedy") and len(texts(forks, "greedy")) == 2
+    assert same_weights(forks, "engine", "greedy")
+    run("engine-ranks", *greedy, *command, "--micro-batch-size", 3, steps=3, world=2)
+    assert texts(forks, "engine-ranks")["round-0001"] == texts(forks, "greedy")["round-0001"]
+    assert "write-with" not in (forks.root / "engine" / "config.toml").read_text().replace("_", "-")
+    (forks.root / "engine.py").write_text("open(__import__('sys').argv[3], 'w').write('{}')")
+    wrong = run("engine-wrong", *greedy, *command, steps=3, code=1)
+    assert "line 1 is not a prompt with its answer" in wrong.stderr and "correct the command" in wrong.stderr
+    words = ("distill", "--student", "student.toml", "--out", "never", *greedy, "--write-with")
+    assert "--write-with has no {out}" in forks.run(*words, "engine {model} {prompts}").refusal()
+    none = run("engine-none", *greedy, "--write-with", "./none {model} {prompts} {out}", code=1)
+    assert "--write-with: ./none cannot be started: No such file" in none.stderr
+
+
+@pytest.fixture(scope="module")
+def seen(bench):
+    """`seen.jsonl`: prompts with completions, each with a prompt of the teacher's own."""
+    rows = [(f"Q{n}: what?\n", f"the answer is {n}.", f"Be brief in {n} ways. Q{n}: what?\n") for n in range(40)]
+    lines = [dict(zip(("prompt", "completion", "teacher_prompt"), row, strict=True)) for row in rows]
+    (bench.root / "seen.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    return {row[0]: row[2] for row in rows}
+
+
+def assert_seen(bench, cache, seen, teacher):
+    """Assert that the teacher's numbers are those of its own prompt before the same answer."""
+    tokenizer = AutoTokenizer.from_pretrained(bench.root / teacher)
+    model = AutoModelForCausalLM.from_pretrained(bench.root / teacher, dtype=torch.float32).eval()
+    batch = cache["train"].read(range(len(cache["train"])))
+    found_BT = batch.targets.label_logprob.view_as(batch.loss_mask)
+    for row, mask, found in zip(batch.tokens, batch.loss_mask, found_BT, strict=True):
+        start, answer = int(mask.int().argmax()) + 1, row[1:][mask]
+        prompt = tokenizer.encode(seen[tokenizer.decode(row[:start])], add_special_tokens=False)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([[*prompt, *answer]])).logits[0, :-1].log_softmax(-1)
+        wanted = logprobs[len(prompt) - 1 :].gather(-1, answer[:, None])[:, 0]
+        torch.testing.assert_close(found[mask], wanted, rtol=0.01, atol=0.02)
+    return batch
+
+
+def test_a_teacher_reads_its_own_prompts_before_fixed_text_and_before_what_a_student_writes(bench, writes, seen):
+    asks = ("cache-teacher", "--teacher", "scorer", "--data", "seen.jsonl", "--seq-len", 48, "--num-workers", 0)
+    asks += ("--precision", "fp32", "--num-sequences", 12, "--validation-sequences", 4, "--top-k", 8)
+    bench.run(*asks, "--teacher-prompts", "--out", "seen-fixed").ok()
+    fixed = kd.Cache(bench.root / "seen-fixed")
+    tokenizer = AutoTokenizer.from_pretrained(bench.root / "scorer")
+    batch = assert_seen(bench, fixed, seen, "scorer")
+    texts = [tokenizer.decode(row[1:][mask]) for row, mask in zip(batch.tokens, batch.loss_mask, strict=True)]
+    assert all(text.startswith("the answer is") for text in texts)
+    assert fixed.manifest.settings.format_version == 3 and len(fixed.manifest.settings.teacher["prompts"]) == 64
+    by = ("--generate", "--by", "exported", "--max-new-tokens", 8)
+    bench.run(*asks, *by, "--teacher-prompts", "--out", "seen-by").ok()
+    assert_seen(bench, kd.Cache(bench.root / "seen-by"), seen, "scorer")
+    assert kd.Cache(bench.root / "seen-by").manifest.settings.format_version == 5
+    bench.run(*asks, "--teacher-system", "Shout!\n", "--out", "seen-system").ok()
+    assert_seen(bench, kd.Cache(bench.root / "seen-system"), {each: f"Shout!\n{each}" for each in seen}, "scorer")
+    plain = (*asks[:4], "corpus", *asks[5:], "--teacher-prompts", "--out", "never")
+    assert "plain text" in bench.run(*plain).refusal()
+    both = bench.run(*asks, "--teacher-prompts", "--teacher-system", "a", "--out", "never")
+    assert "both say what the teacher alone reads" in both.refusal()
+    lines = [json.loads(line) for line in (bench.root / "seen.jsonl").read_text().splitlines()]
+    (bench.root / "odd.jsonl").write_text("".join(f"{json.dumps(each | {'teacher_prompt': 3})}\n" for each in lines))
+    odd = (*asks[:4], "odd.jsonl", *asks[5:], "--teacher-prompts", "--out", "never")
+    assert "its teacher_prompt must be a text, as its prompt is" in bench.run(*odd).refusal()
+    assert "has no column 'teacher_prompt'; option --teacher-prompts needs it" in (
+        bench.run(*asks[:4], "chat.jsonl", *asks[5:], "--teacher-prompts", "--out", "never").refusal()
+    )
+    assert not (bench.root / "never").exists()
+
+
+def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_without_its_adapters(forks, run, seen):
+    words = ("--on-policy", "--data", "seen.jsonl", "--seq-len", 48, "--num-workers", 0, "--top-k", 8)
+    words += ("--num-sequences", 30, "--validation-sequences", 4, "--max-new-tokens", 8, "--round-rows", 12)
+    words += ("--teacher-prompts", "--alpha", 1)
+    run("seen-run", *words, "--teacher", "teacher", steps=4)
+    round_1 = kd.Cache(forks.root / "seen-run" / "rollouts" / "round-0001")
+    assert_seen(forks, round_1, seen, "teacher")
+    run("seen-killed", *words, "--teacher", "teacher", steps=4, fault="cache.shard.after-batch:kill:5", code=-9)
+    run("seen-killed", *words, "--teacher", "teacher", steps=4)
+    assert_same(forks, "seen-killed", "seen-run")
+    pytest.importorskip("peft")
+    more = ("--out", "own-run", *forks.eager, *forks.fast, "--steps", 3)
+    asks = ("distill", "--student", "teacher", "--teacher", "self", *words, *more)
+    forks.run(*asks, "--lora-rank", 2).ok()
+    first, second = (kd.Cache(forks.root / "own-run" / "rollouts" / f"round-000{n}") for n in (1, 2))
+    batch = assert_seen(forks, first, seen, "teacher")
+    assert_seen(forks, second, seen, "teacher")
+    digests = [each.manifest.settings.data["generated"]["policy"]["weights_digest"] for each in (first, second)]
+    assert digests[0] != digests[1] and first.manifest.settings.teacher == second.manifest.settings.teacher
+    ours, theirs = (each[batch.loss_mask.flatten()] for each in (batch.targets.policy, batch.targets.label_logprob))
+    assert not torch.allclose(ours, theirs, atol=0.1)
+    assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
 
 
 def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):

@@ -4,6 +4,7 @@ A round is a cache of format version 5. The parts that need torch are imported b
 """
 
 import re
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,13 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
 from kdtrain.config.values import Conflicts, Options, flag, option, refuse
+from kdtrain.errors import UsageError
 
 SAMPLED = "sampled-reverse-kl"
 """The divergence that learns from the tokens which the student drew."""
+
+
+_ONE_PROMPT = "--teacher-prompts and --teacher-system both say what the teacher alone reads; give one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,27 +31,51 @@ class WriterConfig(Options):
     by: str | None = option(None, once=True, reads="student spec", shown="STUDENT", brief=True)
     """With --generate, this student writes and the teacher scores it; a run, an export, a hub id."""
 
-    teacher_system: str | None = option(None, once=True, text=True, needs="by", shown="TEXT")
+    answers: Path | None = option(None, once=True, reads="file")
+    """Text that another program wrote, instead of --data; a line with prompt and answer each (docs/on-policy.md)."""
+    teacher_prompts: bool = False
+    """The teacher reads the column teacher_prompt of --data in place of each prompt; the student learns without."""
+    teacher_system: str | None = option(None, once=True, text=True, shown="TEXT")
     """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
 
     @property
     def writes(self) -> bool:
-        """Whether a student writes."""
-        return self.by is not None
+        """Whether a student writes or has written, or the teacher reads other prompts."""
+        return bool(self.by or self.answers or self.teacher_prompts or self.teacher_system is not None)
 
     def check(self, config: CacheTeacherConfig) -> None:
-        """Raise UsageError for --by without --generate, or with a teacher that runs elsewhere."""
-        refuse(self.writes and not config.text.generate, "--by has no effect without --generate; add it")
-        refuse(
-            self.writes and config.remote is not None, "--by needs a teacher that runs here; leave --teacher-server out"
-        )
+        """Take the text of --answers for generated. UsageError: nothing is written, or twice."""
+        data, own = config.data, self.teacher_prompts or self.teacher_system is not None
+        flags = {"--by": self.by is not None, "--answers": self.answers is not None, "--teacher-prompts": own}
+        named = next((name for name, given in flags.items() if given), "")
+        here = f"{named} needs a teacher that runs here; leave --teacher-server out"
+        refuse(bool(named) and config.remote is not None, here)
+        refuse(self.teacher_prompts and self.teacher_system is not None, _ONE_PROMPT)
+        if self.answers is None:
+            refuse(self.by is not None and not config.text.generate, "--by has no effect without --generate; add it")
+            if own and self.by is None:
+                refuse(config.text.generate, "--generate without --by has the teacher write; leave its own prompts out")
+                for name, given in {"--refine": config.refine is not None, "--dry-run": config.dry_run}.items():
+                    refuse(given, f"{name} cannot be combined with prompts of the teacher's own; leave it out")
+            return
+        for name, given in {
+            "--teacher-prompts": self.teacher_prompts,  # the file has them
+            "--data": data.data not in (None, str(self.answers)),
+            "--refine": config.refine is not None,
+            "--prompt-tokens": config.text.prompt_tokens is not None,
+            "--dry-run": config.dry_run,
+        }.items():
+            refuse(given, f"--answers has its own text; leave {name} out")
+        wrong = f"--answers {self.answers}: is not a .jsonl file; write a JSON object a line into one"
+        refuse(self.answers.suffix != ".jsonl", wrong)
+        object.__setattr__(config, "text", replace(config.text, generate=True))
+        object.__setattr__(config, "data", replace(data, data=str(self.answers), format="prompt-completion"))
 
     def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
         """Pair the teacher of a capture with the student that writes its text. UsageError: they do not fit."""
         from kdtrain.plugins.rounds.writing import written_by
 
-        assert self.by is not None
-        return written_by(self.by, teacher, device, config.data, config.batch_size, self.teacher_system)
+        return written_by(self, teacher, device, config)
 
 
 def _check_lengths(given: str) -> None:
@@ -54,6 +83,15 @@ def _check_lengths(given: str) -> None:
         re.fullmatch(r"[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", given) is None,
         f"--max-new-tokens '{given[:80]}' is neither a number of tokens nor FIRST:LAST, such as 128:512",
     )
+
+
+def _check_command(given: str) -> None:
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise UsageError(f"--write-with {given[:80]!r} cannot be split into words: {error}") from None
+    for name in ("{model}", "{prompts}", "{out}"):
+        refuse(not any(name in each for each in words), f"--write-with has no {name}; name it among its words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +128,17 @@ class RoundsConfig(CodecConfig):
     """First steps, which train on --cache, or without one on the text of --data by cross-entropy."""
     rollout_batch_size: int = option(64, least=1, needs="on_policy")
     """Rows that the student continues together, which decides their last bits; lower it where memory ends."""
+    write_with: str | None = option(
+        None,
+        free=True,
+        once=True,
+        text=True,
+        private="runs a command",
+        needs="on_policy",
+        check=_check_command,
+        shown="'COMMAND {model} {prompts} {out}'",
+    )
+    """A command that writes each round in place of kdtrain's decoder, such as an inference engine's script."""
     on_collapse: Literal["warn", "stop"] = option("warn", free=True)
     """What follows where the texts of a round became much shorter, longer or repetitive, or no longer end."""
 
@@ -97,6 +146,8 @@ class RoundsConfig(CodecConfig):
         None, free=True, once=True, private="runs a function", needs="on_policy", shown="MODULE:FUNCTION"
     )
     """A function of yours, (prompt, answer, row) -> a number, whose mean over the held-out texts each round logs."""
+    teacher_prompts: bool = option(False, needs="on_policy")
+    """The teacher reads the column teacher_prompt of --data in place of each prompt; the student learns without."""
     teacher_system: str | None = option(None, once=True, text=True, needs="on_policy", shown="TEXT")
     """A system prompt, or of plain text a beginning, that the teacher alone sees; the student learns to do without."""
 
@@ -120,6 +171,7 @@ class RoundsConfig(CodecConfig):
         yield from super().conflicts()
         both = "--on-policy writes rounds and --rollouts reads those of another run; give one"
         yield self.on_policy and self.rollouts is not None, both
+        yield self.teacher_prompts and self.teacher_system is not None, _ONE_PROMPT
         for name in ("top_k", "num_samples", "dense"):
             given = getattr(self, name) != getattr(CodecConfig(), name)
             yield given and not self.on_policy, f"{flag(name)} has no effect without --on-policy; leave it out"
@@ -141,8 +193,9 @@ class RoundsConfig(CodecConfig):
         refuse(len(config.cache) > 1, f"{which} mixes with one --cache; leave the others out")
         if self.on_policy:
             refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
-            here = config.remote is None and config.teacher != "self"
-            refuse(not here, "--on-policy needs a teacher of its own that runs here; name a model with --teacher")
+            refuse(config.remote is not None, "--on-policy needs a teacher that runs here; name a model with --teacher")
+            alone = "--teacher self is the student without its adapters; add --lora-rank, or name the student's spec"
+            refuse(config.teacher == "self" and not config.lora.lora_rank, alone)
             refuse(data.data is None, "--on-policy needs --data, whose prompts the student continues")
             mixes = self.rollout_share < 1
             text = f"--rollout-share {self.rollout_share:g} mixes with --cache; give one, or leave it out"

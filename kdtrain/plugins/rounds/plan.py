@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch.distributed.tensor import DTensor
 
-from kdtrain.cache.format.codec import SAMPLING, CodecSpec, stated_range
+from kdtrain.cache.format.codec import CodecSpec, stated_range
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import SETTINGS, WRITTEN, holds_nothing
+from kdtrain.cache.format.names import SETTINGS, holds_nothing
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.cache_commands import CacheTeacherConfig
@@ -29,11 +29,22 @@ from kdtrain.errors import UsageError, log, writing
 from kdtrain.files import publish_json, read_sealed, set_aside, typed
 from kdtrain.models.loading import model_digest
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
+from kdtrain.plugins.rounds.answers import PromptReader, bare
+from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import load_score, show_texts
 from kdtrain.plugins.rounds.source import Fixed, Rounds, StreamShape
-from kdtrain.plugins.rounds.writing import Interrupted, RolloutAnswers, common_ends, inserted
+from kdtrain.plugins.rounds.writing import (
+    SCORED,
+    Interrupted,
+    RolloutAnswers,
+    common_ends,
+    inserted,
+    own_rows,
+    prompts_digest,
+    round_settings,
+)
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
-from kdtrain.run.build_cache import build_prompts
+from kdtrain.run.build_cache import build_prompts, pin_text
 from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing
 from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
@@ -46,8 +57,6 @@ from kdtrain.training.sources.source import Facts, Source
 ROLLOUTS, SHAPE = "rollouts", "rollouts.json"
 _SHARDS = 8
 """Shards of a round, at least, where it has so many batches: what a kill loses, and what ranks share."""
-_SCORED = 16
-"""Rows in one forward of either model."""
 _STREAM = 7
 """Of the order of the prompts, apart from those of the training."""
 
@@ -200,14 +209,25 @@ class RoundsData(DataPlan):
             text=TextConfig(generate=True, prompt_tokens=given.prompt_tokens),
         )
 
+        seen = rows_ = None
+        if given.teacher_prompts:  # the prompts are stored, and what the teacher reads in their place is read again
+            theirs, ends = self.teacher.tokenizer, ends_of(self.teacher.spec, self.teacher.tokenizer)
+            theirs.pinned = on_main(lambda: pin_text(prompting.out, prompting.data, theirs))
+            how = prompting.data, theirs, ends, True, True, None, prompting.splits()
+            rows_ = on_all(lambda: own_rows(*how))
+            seen = prompts_digest(rows_, prompting.data.seq_len, self.teacher)
+
+        def build_rows() -> None:
+            build_prompts(prompting, self.teacher, rows_ and {split: map(bare, each) for split, each in rows_.items()})
+
         def build() -> None:
             try:
-                build_prompts(prompting, self.teacher)
+                build_rows()
             except UsageError:
                 if resumed or own_data(prompting.out) not in ("tokens", "nothing"):
                     raise
                 set_aside(config.out, PROMPTS, "left")  # of an earlier attempt with other options
-                build_prompts(prompting, self.teacher)
+                build_rows()
 
         on_main(build)
         prompts = LocalCache(prompting.out)
@@ -223,6 +243,8 @@ class RoundsData(DataPlan):
             share=str(share),
         )
         fixed = None if self.fixed is None else self.fixed["train"].facts.identity
+        more = [] if given.write_with is None else ["write-with"]
+        more += [] if seen is None else [seen]
         decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), given.max_new_tokens, fixed]
         decides += [
             given.gen_temperature,
@@ -230,18 +252,30 @@ class RoundsData(DataPlan):
             given.rollout_batch_size,
             config.teacher,
             given.teacher_system,
+            *more,
         ]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
         facts = self._facts(identity, prompts.folder / "tokenizer")
-        writer = RoundWriter(self, prompts, shape, facts)
+        writer = RoundWriter(self, prompts, shape, facts, seen, rows_ or {})
         return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
 
 
 class RoundWriter:
-    """The `source.Writer` of a run."""
+    """Writes the rounds of a run: `source.Writer`.
 
-    def __init__(self, data: RoundsData, prompts: LocalCache, shape: StreamShape, facts: Facts) -> None:
-        self.data, self.prompts, self.shape, self.facts = data, prompts, shape, facts
+    own: rows of each split, in the order of `prompts`, with the teacher's own prompts. seen: the digest of these.
+    """
+
+    def __init__(
+        self,
+        data: RoundsData,
+        prompts: LocalCache,
+        shape: StreamShape,
+        facts: Facts,
+        seen: str | None,
+        own: Mapping[str, list[PackedRow]],
+    ) -> None:
+        self.data, self.prompts, self.shape, self.facts, self.seen, self.own = data, prompts, shape, facts, seen, own
         self.config, self.given, self.teacher = data.config, data.given, data.teacher
         self.ended = time.monotonic()
 
@@ -279,13 +313,24 @@ class RoundWriter:
         started = time.monotonic()
         settings, how = self._settings(number, attempt)
         stopped = asked_to_stop if world_size() == 1 else lambda: False
-        answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), _SCORED, stopped, self.more)
+        given: dict[str, Any] = {"more": self.more, "given": self.given.write_with is not None}
+        answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), SCORED, stopped, **given)
         if not answers.sharded:
             answers.logits = None  # whose fidelity is not measured each round
         on_main(lambda: self._state_shape(folder.parent))
         log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
-        splits = {"train": self._rows(number, "train", how), "validation": self._rows(number, "validation", how)}
-        options: dict[str, Any] = {"tokenizer": self.prompts.folder / "tokenizer", "batch_size": how.batch_size}
+        tokenizer = self.prompts.folder / "tokenizer"
+        splits: Any = {split: self._rows(number, split) for split in ("train", "validation")}
+        if self.given.write_with is not None:
+            assert how.policy is not None
+            path = folder.parent / "answers" / f"{folder.name}-{how.policy['weights_digest'][:12]}.jsonl"
+            reader = PromptReader(self.teacher.tokenizer, how.end_tokens, settings.seq_len)
+            where = path, self.student.model, tokenizer
+            splits = write_elsewhere(self.given.write_with, *where, reader, splits)
+            if splits is None:
+                raise Interrupted
+            answers.seconds["writing"] += time.monotonic() - started
+        options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": how.batch_size}
         write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=_stop_together, **options)
         on_main(lambda: None)  # rank 0 has written the manifest
         seconds, whole = answers.seconds, time.monotonic() - started
@@ -317,23 +362,21 @@ class RoundWriter:
         }
         if self.given.teacher_system is not None:
             policy["teacher_system"] = self.given.teacher_system
+        if self.seen is not None:
+            policy["teacher_prompts"] = self.seen
         how, size = replace(self.how, policy=policy), self.given.rollout_batch_size
         batches = max(1, -(-self.shape.rows // size) // _SHARDS)
-        data = {name: each for name, each in base.data.items() if name != "prompts"}
-        generated = {**base.data["prompts"], "max_new_tokens": self._length(number), **how.to_json()}
-        seed = int.from_bytes(hashlib.sha256(f"{self.config.seed} {number} {attempt}".encode()).digest()[:6])
-        settings = replace(
+        data = dict(base.data)
+        prompts = data.pop("prompts")
+        base = replace(
             base,
             codec=self.data.codec,
             teacher=dict(self.teacher.identity),
-            data={**data, "generated": generated},
-            seed=seed,
-            sampling=SAMPLING if self.data.codec.num_samples else None,
+            data=data,
             sequences_per_shard=batches * size,
             sequences={"train": self.shape.rows, "validation": len(self.prompts["validation"])},
-            format_version=WRITTEN,
         )
-        return settings, how
+        return round_settings(base, how, {**prompts, "max_new_tokens": self._length(number)}), how
 
     def _length(self, number: int) -> int:
         """Return the most tokens that the student writes in a round; they grow evenly to the last round."""
@@ -342,7 +385,7 @@ class RoundWriter:
         rounds = max(1, -(-sequences // self.shape.sequences))
         return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
 
-    def _rows(self, number: int, split: str, how: Writing) -> Iterator[PackedRow]:
+    def _rows(self, number: int, split: str) -> Iterator[PackedRow]:
         """Yield the prompts of a round, those of one length together."""
         reader = self.prompts[split]
         rows = np.arange(len(reader))
@@ -354,7 +397,8 @@ class RoundWriter:
         for at in np.argsort(lengths, kind="stable").tolist():
             mask = masks[at].copy()
             mask[lengths[at] + most :] = False
-            yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32))
+            kept = self.own[split][rows[at]].kept if self.own else {}
+            yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32), kept)
 
 
 def _stop_together(done: int, total: int | None) -> None:

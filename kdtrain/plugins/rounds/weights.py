@@ -29,10 +29,8 @@ class Weights(Observer):
         targets = batch.targets
         if step.micro_batch != 1 or step.number % self.every or targets is None or targets.policy is None:
             return
-        training, mask_N = step.student.training, batch.loss_mask.flatten()
-        step.student.eval()
+        mask_N = batch.loss_mask.flatten()
         own_N = label_logprobs(step.student, batch.tokens).flatten()
-        step.student.train(training)
         if not mask_N.any():
             return
         weight_N = (own_N - targets.policy)[mask_N].double().exp()

@@ -16,39 +16,48 @@ StreamShape suffixes: B rows, T positions, N tokens.
 """
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kdtrain.cache.format.codec import SAMPLING
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import POLICY
+from kdtrain.cache.format.names import POLICY, WRITTEN
 from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
-from kdtrain.data.corpus import has_prompts
+from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.masks import Masks
+from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
 from kdtrain.models.generate import generate
 from kdtrain.models.loading import check_fits, model_digest
-from kdtrain.models.tokenizer import digest_of, end_tokens, named, tokenizer_digest
+from kdtrain.models.tokenizer import digest_of, end_tokens, ends_of, named, tokenizer_digest
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.metrics import chunks
 from kdtrain.objective.targets import Supervision
+from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
 from kdtrain.precision.modes import autocast
+from kdtrain.run.build_cache import text_sources
 from kdtrain.run.saved_student import open_student
 from kdtrain.teaching.teacher import Writing
 from kdtrain.training.state import read_saved
 from kdtrain.training.student import Student
 
+SCORED = 16
+"""Rows of a round in one forward of either model."""
 _SAMPLING = "temperature|top_|min_p|typical_p|epsilon|eta_|penalty|no_repeat|bad_words|num_beams|do_sample|guidance"
 """What names of settings that change which tokens are drawn contain."""
 
@@ -59,10 +68,9 @@ class Interrupted(Exception):
 
 @torch.no_grad()
 def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
-    """Compute the labels' log p [B, T] at T = 1, fp32, by the forward of training.
-
-    The student is in evaluation mode.
-    """
+    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training in evaluation mode."""
+    training = student.training
+    student.eval()
     tokens_BT1 = tokens_BT1.to(student.device)
     mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
     hidden_ND = student.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
@@ -71,75 +79,99 @@ def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
         head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
         for _, z_RV, own in chunks(hidden_ND, head, rows, student.vocab_size)
     ]
+    student.train(training)
     return torch.cat(found).float().view(mask_BT.shape)
+
+
+def round_settings(base: CacheSettings, how: Writing, prompts: Mapping[str, Any]) -> CacheSettings:
+    """Return `base`, which has codec and teacher, for text that is written thus. prompts: what they are cut to."""
+    assert how.policy is not None
+    seed = hashlib.sha256(f"{how.seed} {how.policy['round']} {how.policy['attempt']}".encode())
+    return replace(
+        base,
+        codec=replace(base.codec, written=True),
+        data={**base.data, "generated": {**prompts, **how.to_json()}},
+        seed=int.from_bytes(seed.digest()[:6]),
+        sampling=SAMPLING if base.codec.num_samples else None,
+        format_version=WRITTEN,
+    )
 
 
 class RolloutAnswers(ShardAnswers):
     """Answers with text that a student writes behind the prompts of a batch, scored by the teacher's own answers.
 
     Args:
-        student: as it is; its mode is left as it was.
-        how: with its `policy`.
+        student: as it is; its mode is left as it was. None: the rows bring log p of their tokens.
+        how: with its `policy`; None: the rows have their text.
         inner: the teacher's answers about rows that have their text.
         scored: rows in one forward of either.
         stopped: whether to raise `Interrupted`; looked at after each decoding step.
         more: what the teacher reads besides.
+        given: whether the rows bring their text, which another program wrote.
     """
 
     writes = True
 
     def __init__(
         self,
-        student: Student,
-        how: Writing,
+        student: Student | None,
+        how: Writing | None,
         inner: ShardAnswers,
         scored: int,
         stopped: Callable[[], bool] = lambda: False,
         more: "Inserted | None" = None,
+        given: bool = False,
     ) -> None:
         self.logits, self.sharded, self.examine = inner.logits, inner.sharded, inner.examine
         self._student, self._how, self._inner = student, how, inner
-        self._scored, self._stopped, self._more = scored, stopped, more
+        self._scored, self._stopped, self._more, self._given = scored, stopped, more, given
         self.seconds = {"writing": 0.0, "scoring": 0.0}
         self.apart = 0.0
         """The largest difference, nats, between log p at the draw and by the forward of training."""
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
-        """Write and score rows, as `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
-        with self._timed("writing"):
-            found, drawn_BT = self._continued(rows)
+        """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
+        found, drawn_BT = rows, rows.kept.get(POLICY)
+        if not self._given:
+            with self._timed("writing"):
+                found, drawn_BT = self._continued(rows)
         with self._timed("scoring"):
             kept = self._kept(found)
-        difference_BT = np.abs(kept[POLICY] - drawn_BT)[found.loss_mask]
-        self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
+        if drawn_BT is not None:
+            difference_BT = np.abs(kept[POLICY] - drawn_BT)[found.loss_mask]
+            self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
         return found, lambda: kept
 
     def _kept(self, rows: ShardRows) -> Arrays:
-        """Score written rows by both sides; a row with a non-finite log p of the student's is broken."""
-        student, parts = self._student, list[Arrays]()
-        training = student.training
-        student.eval()
+        """Return what is kept of written rows, both sides; a row with a non-finite log p of the student's is broken."""
+        parts = list[Arrays]()
         for start in range(0, len(rows), self._scored):
             part = rows[slice(start, min(start + self._scored, len(rows)))]
-            read = part if self._more is None else self._more.put(part)
+            read, back_BT = part, None
+            if SEEN in part.kept or self._more is not None:
+                read, back_BT = seen_rows(part, self._more)
             with self._inner.session(read):
                 arrays = dict(self._inner.rows(read)[1]())
-            if self._more is not None:  # at t what the teacher knew of the same token
-                arrays = {
-                    name: each if name == "broken" else each[:, len(self._more) :] for name, each in arrays.items()
-                }
-            policy_BT = label_logprobs(student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
+            if back_BT is not None:  # at t what the teacher knew of the same token
+                each_B1 = np.arange(len(part))[:, None]
+                arrays = {name: each if name == "broken" else each[each_B1, back_BT] for name, each in arrays.items()}
+            policy_BT = part.kept.get(POLICY)
+            if self._student is not None:
+                policy_BT = label_logprobs(self._student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
+            if policy_BT is None:
+                parts.append(arrays)
+                continue
             policy_BT = np.where(part.loss_mask, policy_BT, np.float32(0.0))
             sound_B = np.isfinite(policy_BT).all(1)
             arrays["broken"] = arrays.get("broken", np.zeros(len(part), bool)) | ~sound_B
             parts.append(arrays | {POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)})
-        student.train(training)
         return {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
 
     def _continued(self, rows: ShardRows) -> tuple[ShardRows, np.ndarray]:
-        """Continue the prompts by the student; return the rows, and its log p [B, T] at each draw."""
-        how, student, ends = self._how, self._student, list(self._how.end_tokens)
-        assert how.policy is not None
+        """Return the rows with what the student wrote, and its log p [B, T] at each draw."""
+        how, student = self._how, self._student
+        assert how is not None and how.policy is not None and student is not None
+        ends = list(how.end_tokens)
         name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
         seed = int.from_bytes(hashlib.sha256(f"kdtrain rollouts {name}".encode()).digest()[:7])
         tokens_BT1, mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
@@ -180,7 +212,7 @@ class RolloutAnswers(ShardAnswers):
 
 @dataclass(frozen=True)
 class Inserted:
-    """Tokens that the teacher reads within each row, and the student does not."""
+    """Tokens that the teacher reads within each prompt, and the student does not."""
 
     at: int
     """Tokens of the row before them: what a chat template begins with."""
@@ -189,13 +221,29 @@ class Inserted:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def put(self, rows: ShardRows) -> ShardRows:
-        """Insert these tokens in rows, for the teacher; they do not count in the loss."""
-        size = len(rows)
-        between = np.broadcast_to(np.array(self.tokens, rows.tokens.dtype), (size, len(self)))
-        tokens = np.concatenate([rows.tokens[:, : self.at], between, rows.tokens[:, self.at :]], 1)
-        mask = np.concatenate([np.zeros((size, len(self)), rows.loss_mask.dtype), rows.loss_mask], 1)
-        return replace(rows, tokens=tokens, loss_mask=mask, segments=np.zeros(mask.shape, rows.segments.dtype))
+
+def seen_rows(rows: ShardRows, more: Inserted | None) -> tuple[ShardRows, np.ndarray]:
+    """Return the teacher's rows, its own prompts before the same text, and the place of each label [B, T] there.
+
+    more: is put into each prompt; None: the rows bring their prompts (`answers.SEEN`).
+    """
+    (size, length), starts_B = rows.loss_mask.shape, rows.loss_mask.argmax(1) + 1
+    if more is None:
+        prompts = [row[row >= 0] for row in rows.kept[SEEN]]
+    else:
+        ours = [row[:start] for row, start in zip(rows.tokens, starts_B, strict=True)]
+        prompts = [np.concatenate([each[: more.at], more.tokens, each[more.at :]]) for each in ours]
+    shift_B = np.array([*map(len, prompts)]) - starts_B
+    width = length + max(0, int(shift_B.max()))
+    tokens_BW1 = np.repeat(rows.tokens[:, -1:], width + 1, 1)  # what fills a row
+    mask_BW = np.zeros((size, width), rows.loss_mask.dtype)
+    for row, (prompt, start, shift) in enumerate(zip(prompts, starts_B, shift_B, strict=True)):
+        tokens_BW1[row, : len(prompt)] = prompt
+        tokens_BW1[row, len(prompt) : length + 1 + shift] = rows.tokens[row, start:]
+        mask_BW[row, len(prompt) - 1 : length + shift] = rows.loss_mask[row, start - 1 :]
+    back_BT = (np.arange(length) + shift_B[:, None]).clip(0, width - 1)
+    segments_BW = np.zeros(mask_BW.shape, rows.segments.dtype)
+    return replace(rows, tokens=tokens_BW1, loss_mask=mask_BW, segments=segments_BW, kept={}), back_BT
 
 
 def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
@@ -204,7 +252,7 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
     UsageError: the template does not put a system prompt before the same turns, or rows become too long.
     """
     tokenizer = teacher.tokenizer
-    if not has_prompts(data):
+    if not has_prompts(data) or next(documents_of(data, data.split, prompts=True)).messages is None:
         found = Inserted(0, tuple(tokenizer.encode(text, add_special_tokens=False)))
     else:
         turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, Masks("", data.seq_len), opening=True)
@@ -228,31 +276,57 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
 
 
 class WrittenByStudent:
-    """A teacher that scores what a student writes; in everything else it is the teacher itself."""
+    """A teacher that scores what a student writes, or text behind prompts of its own; in all else it is the teacher.
+
+    policy: who writes; None: it is text as any other. texts: see `Teacher`. seen: digest of the teacher's own prompts.
+    given: whether the rows have their text.
+    """
 
     def __init__(
-        self, teacher: Any, student: Student, policy: Mapping[str, Any], scored: int, more: Inserted | None = None
+        self,
+        teacher: Any,
+        student: Student | None,
+        policy: Mapping[str, Any] | None,
+        scored: int,
+        more: Inserted | None,
+        texts: Any,
+        seen: str | None,
+        given: bool,
     ) -> None:
         self.teacher, self.student, self.policy, self.scored, self.more = teacher, student, policy, scored, more
+        self.texts, self.seen, self.given = texts, seen, given
         self.writing: Writing | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.teacher, name)
 
     def __str__(self) -> str:
-        return f"{self.teacher}, on what {self.policy['spec']} writes"
+        own = "behind prompts of its own" if self.policy is None else f"on what {self.policy['spec']} writes"
+        return f"{self.teacher}, {own}"
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """As the teacher's, with its own prompts."""
+        return {**self.teacher.identity, **({} if self.seen is None else {"prompts": self.seen})}
 
     def write(self, how: Writing) -> None:
-        """Let the student continue prompts. UsageError: teacher and student end their texts by different tokens."""
-        self.writing = replace(how, policy=self.policy, end_tokens=common_ends(self.student, how, self.tokenizer))
+        """Have the student continue prompts. UsageError: both end their texts by different tokens."""
+        ends = how.end_tokens if self.student is None else common_ends(self.student, how, self.tokenizer)
+        self.writing = replace(how, policy=self.policy, end_tokens=ends)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
-        """Return the teacher's answers on the student's text."""
-        assert self.writing is not None
+        """Return the teacher's answers on the student's text. UsageError: it is sharded, and has prompts of its own."""
+        if getattr(self.teacher, "sharded", False):
+            raise UsageError("a teacher with prompts of its own is not sharded; use --teacher-parallel replicate")
         answers = RolloutAnswers(
-            self.student, self.writing, self.teacher.answers(settings), self.scored, more=self.more
+            self.student,
+            self.writing,
+            self.teacher.answers(settings),
+            self.scored,
+            more=self.more,
+            given=self.given,
         )
-        if self.more is not None:
+        if self.more is not None or self.seen is not None:
             answers.logits = answers.examine = None  # which would see the student's rows
         return answers
 
@@ -278,27 +352,88 @@ def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ..
     return tuple(sorted({*own, *how.end_tokens}))
 
 
-def written_by(
-    name: str, teacher: Any, device: torch.device, data: DataConfig, scored: int, system: str | None
-) -> WrittenByStudent:
-    """Combine the teacher with the student `name` (a run, a checkpoint, an export, a hub id), which writes its text.
+def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeacherConfig) -> WrittenByStudent:
+    """Combine the teacher with a student (a run, a checkpoint, an export, a hub id) or a file as what wrote its text.
 
-    UsageError: the student has another tokenizer, or cannot read sequences of this length.
+    given: the `WriterConfig`.
+
+    UsageError: the student has another tokenizer, or cannot read sequences of this length; the file cannot be read.
     """
-    model, place, checkpoint = open_student(name, device)
-    theirs = tokenizer_digest(teacher.tokenizer)
-    if place is None or digest_of(place) != theirs:
+    name, data, ends = given.by, config.data, ends_of(teacher.spec, teacher.tokenizer)
+    most, known, student, more = config.text.max_new_tokens, True, None, None
+    policy: dict[str, Any] = {"spec": name, "weights_digest": None, "step": None, "round": 0, "attempt": 1}
+    found: dict[str, list[PackedRow]] | None = None
+    if given.answers is not None:
+        read = read_answers(given.answers, PromptReader(teacher.tokenizer, ends, data.seq_len), most)
+        found, known = read.rows, read.known
+        is_digest = re.fullmatch("[0-9a-f]{64}", read.policy or "") is not None
+        policy["weights_digest"] = read.policy if is_digest else None
+        policy["spec"] = str(given.answers) if is_digest or read.policy is None else read.policy
+    elif name is None or given.teacher_prompts:
+        found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, config.splits())
+    if name is not None:
+        model, place, checkpoint = open_student(name, device)
+        theirs = tokenizer_digest(teacher.tokenizer)
+        if place is None or digest_of(place) != theirs:
+            raise UsageError(
+                f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its "
+                "tokens; take a student of the teacher's tokenizer"
+            )
+        check_fits(model, name, data.seq_len, False)
+        size = min(model.vocab_size, teacher.vocab_size)
+        student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size, mode=teacher.mode).eval()
+        own = model_digest(model)
+        if policy["weights_digest"] not in (None, own):
+            raise UsageError(f"{given.answers} is of other weights than --by {name}; name the student that wrote it")
+        step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
+        policy |= {"spec": name, "weights_digest": own, "step": step}
+    elif not known:
         raise UsageError(
-            f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its tokens; "
-            "take a student of the teacher's tokenizer"
+            f"{given.answers} has no logprobs; name the student that wrote it with --by, which computes them, or if no "
+            "student did, read it by --data with the columns prompt and completion"
         )
-    check_fits(model, name, data.seq_len, False)
-    size = min(model.vocab_size, teacher.vocab_size)
-    student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size, mode=teacher.mode).eval()
-    step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
-    policy = {"spec": name, "weights_digest": model_digest(model), "step": step, "round": 0, "attempt": 1}
-    more = None
-    if system is not None:
-        more = inserted(system, data, teacher)
-        policy["teacher_system"] = system
-    return WrittenByStudent(teacher, student, policy, scored, more)
+    if given.teacher_system is not None:
+        more = inserted(given.teacher_system, data, teacher)
+        policy["teacher_system"] = given.teacher_system
+    texts, seen = None, None
+    if found is not None:
+        texts = {"prompt_tokens": None, "max_new_tokens": most}, {split: iter(rows) for split, rows in found.items()}
+        seen = prompts_digest(found, data.seq_len, teacher)
+    if name is None and given.answers is None:
+        return WrittenByStudent(teacher, None, None, config.batch_size, more, texts, given.teacher_system or seen, True)
+    told = given.answers is not None
+    return WrittenByStudent(teacher, student, policy, config.batch_size, more, texts, seen, told)
+
+
+def own_rows(
+    data: DataConfig,
+    tokenizer: Any,
+    ends: tuple[int, ...],
+    own: bool,
+    opening: bool,
+    most: int | None,
+    limits: Mapping[str, int | None],
+) -> dict[str, list[PackedRow]]:
+    """Return the rows of each split for a teacher that reads more than the student: see `answers.rows_of`.
+
+    UsageError: the data are plain text, which has no prompts.
+    """
+    if not has_prompts(data):
+        raise UsageError(f"{data.data} is plain text; prompts of the teacher's own need conversations, or completions")
+    found = dict[str, list[PackedRow]]()
+    for split, source in text_sources(data, dict(limits)).items():
+        reader = PromptReader(tokenizer, ends, data.seq_len, opening)
+        found[split] = [*islice(rows_of(data, source, reader, own, most), limits[split])]
+    return found
+
+
+def prompts_digest(rows: Mapping[str, list[PackedRow]], seq_len: int, teacher: Any) -> str | None:
+    """SHA-256 of the prompts that a teacher reads in place of the student's; None: there are none.
+
+    UsageError: they are too long for the teacher.
+    """
+    prompts = [row.kept[SEEN] for each in rows.values() for row in each if SEEN in row.kept]
+    if not prompts:
+        return None
+    teacher.check(seq_len + int((np.stack(prompts) >= 0).sum(1).max()) - 1, False)
+    return hashlib.sha256(np.stack(prompts).astype("<i4").tobytes()).hexdigest()

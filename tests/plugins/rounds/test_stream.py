@@ -1,5 +1,7 @@
 """The stream of a run in rounds, the figures of a round and the rules by which its text collapses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,9 +9,10 @@ from kdtrain.cache.write.shard_writer import ShardRows
 from kdtrain.data.order import Order
 from kdtrain.errors import RunError
 from kdtrain.monitor.rules import RULES, Signs, findings
+from kdtrain.plugins.rounds.answers import SEEN
 from kdtrain.plugins.rounds.figures import refuse_collapse, repeated
 from kdtrain.plugins.rounds.source import STRIDE, Rounds, StreamShape
-from kdtrain.plugins.rounds.writing import Inserted
+from kdtrain.plugins.rounds.writing import Inserted, seen_rows
 from kdtrain.training.sources.source import Facts
 
 FACTS = Facts(name="a", identity="b", seq_len=8, vocab_size=30, tokenizer_size=30)
@@ -109,6 +112,11 @@ def test_what_the_teacher_alone_reads_stands_behind_what_a_template_begins_with(
     tokens, mask = np.arange(12).reshape(2, 6), np.zeros((2, 5), bool)
     mask[:, 3:] = True
     rows = ShardRows("train-00000", "train", 0, tokens, mask, np.zeros((2, 5), np.int32), {})
-    found = Inserted(1, (90, 91)).put(rows)
+    found, back = seen_rows(rows, Inserted(1, (90, 91)))
     assert found.tokens.tolist() == [[0, 90, 91, 1, 2, 3, 4, 5], [6, 90, 91, 7, 8, 9, 10, 11]]
     assert (found.loss_mask[:, 2:] == mask).all() and not found.loss_mask[:, :2].any()
+    assert (back == np.arange(2, 7)).all()
+    own = np.array([[7, 8, 9, 10, 11, -1], [7, -1, -1, -1, -1, -1]])
+    found, back = seen_rows(replace(rows, kept={SEEN: own}), None)  # the text of both is its last two tokens
+    assert found.tokens.tolist() == [[7, 8, 9, 10, 11, 4, 5], [7, 10, 11, 11, 11, 11, 11]]
+    assert found.loss_mask.sum() == 4 and np.take_along_axis(found.loss_mask, back, 1)[mask].all()

@@ -1,0 +1,107 @@
+"""`--write-with`: a command of the user that writes a round in place of the student's own decoder.
+
+Its words may hold {model}, the student exported for transformers, {prompts}, a file with a JSON object for each prompt
+(its text, its token ids and the most tokens of its answer), and {out}, the file of answers to write, in that order. No
+shell is involved. What it wrote is kept beside the rounds, by round, attempt and weights: a run that resumes reads it.
+
+What it gives up: the student's weights stay on the device meanwhile.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kdtrain.data.packed import PackedRow
+from kdtrain.errors import RunError, UsageError, making, printable
+from kdtrain.files import publish_text, published, sweep
+from kdtrain.models.export import export_lock, export_model
+from kdtrain.models.tokenizer import tokenizer_files
+from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers
+from kdtrain.ranks import on_main, raise_on_all_ranks
+from kdtrain.training.signals import asked_to_stop
+
+_LINES, _CHARACTERS = 5, 2000
+"""What of a failed command's output is shown, at most."""
+_LAUNCHER = re.compile("(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+"""What torchrun sets, which would make the command a rank."""
+_WAIT = 0.2
+"""Seconds between two looks for a stop request."""
+
+
+def write_elsewhere(
+    command: str, path: Path, model: Any, tokenizer: Path, reader: PromptReader, rows: Mapping[str, Iterable[PackedRow]]
+) -> Mapping[str, list[PackedRow]] | None:
+    """Read the prompts `rows` with their answers from `path`, which is written if it is not there; every rank calls it.
+
+    None where a stop was requested. RunError: the command failed, or its answers do not fit.
+    """
+    asked = list[dict[str, Any]]()
+    for split, each in rows.items():
+        for row in each:
+            tokens = row.tokens[: int(row.loss_mask.argmax()) + 1].tolist()
+            text, most = reader.tokenizer.decode(tokens), int(row.loss_mask.sum())
+            asked.append({"prompt": text, "tokens": tokens, "max_tokens": most, "split": split})
+            if SEEN in row.kept:
+                asked[-1]["teacher_prompt"] = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
+
+    def write() -> bool:
+        folder, prompts = path.parent, path.with_suffix(".prompts")
+        if path.exists():
+            return True
+        with making(folder):
+            folder.mkdir(exist_ok=True)
+        sweep(folder)
+        publish_text(prompts, "".join(f"{json.dumps(each)}\n" for each in asked), "rounds.prompts")
+        with export_lock(folder / "model"):
+            export_model(model, tokenizer_files(tokenizer), folder / "model")
+        try:
+            with published(path, "rounds.answers") as out:
+                _run(command, {"{model}": folder / "model", "{prompts}": prompts, "{out}": out})
+                read_answers(out, reader, asked=asked)
+        except UsageError as error:
+            raise RunError(f"--write-with: {error.args[0]}; correct the command, and resume") from None
+        except KeyboardInterrupt:
+            if not asked_to_stop():
+                raise
+            return False
+        return True
+
+    if not on_main(write):
+        return None
+    with raise_on_all_ranks():
+        return read_answers(path, reader, asked=asked).rows
+
+
+def _run(command: str, places: Mapping[str, Path]) -> None:
+    """Run the command to its end. RunError: it failed. KeyboardInterrupt: a stop was requested."""
+    words = shlex.split(command)
+    for name, place in places.items():
+        words = [each.replace(name, str(place)) for each in words]
+    own = {name: each for name, each in os.environ.items() if _LAUNCHER.fullmatch(name) is None}
+    with tempfile.TemporaryFile() as output:
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "env": own}
+        try:
+            process = subprocess.Popen(words, start_new_session=True, **how)
+        except OSError as error:
+            raise RunError(f"--write-with: {printable(words[0])} cannot be started: {error.strerror}") from None
+        while process.poll() is None:
+            if asked_to_stop():
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+                raise KeyboardInterrupt
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_WAIT)
+        if process.returncode or not places["{out}"].exists():
+            output.seek(max(0, output.seek(0, 2) - _CHARACTERS))
+            last = output.read().decode(errors="replace").splitlines()[-_LINES:]
+            shown = " | ".join(printable(each) for each in last if each.strip())
+            what = f"ended with {process.returncode}" if process.returncode else "wrote no {out}"
+            raise RunError(f"--write-with: the command {what}; the same command resumes here; its last lines: {shown}")
