@@ -52,7 +52,8 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.build import build
 from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder, write_config_to_copy
-from kdtrain.run.recipe import Recipe, plan_ranks, resolve, run_device
+from kdtrain.run.planned import plan_ranks
+from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import Table, show
 from kdtrain.training.optimizers import make_optimizer

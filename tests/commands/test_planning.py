@@ -7,7 +7,7 @@ from kdtrain import cli, ranks
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import read_spec
-from kdtrain.parallel import memory_plan
+from kdtrain.parallel import footprint, memory_plan
 from kdtrain.parallel.memory_plan import USABLE
 
 STUDENT = ("--student", "student.toml")
@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_measured_is_planned_without_numbers(workbench, m
     def needs_numbers(*_, **__):
         raise RuntimeError("a tensor\nwithout numbers")
 
-    monkeypatch.setattr(memory_plan, "model_footprint", needs_numbers)
+    monkeypatch.setattr(footprint, "model_footprint", needs_numbers)
     config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x"])
     assert job(config) is None and memory_plan.plan_run(config, None, free=1e6).needs == {}
 

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read.reader import LocalCache
 
+CUT = ("--teacher-tensor-parallel", 2)
 OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--top-k", 4, "--num-samples", 6)
 
 
@@ -93,6 +96,23 @@ def test_a_sharded_teacher_builds_the_cache_of_a_whole_one(ranks, of_one, world)
     _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
 
 
+@pytest.mark.parametrize("world, more", [(2, ()), (4, ("--teacher-parallel", "fsdp"))], ids=["2", "2 x fsdp 2"])
+def test_tensor_ranks_of_a_teacher_build_the_cache_of_a_whole_one_but_for_ties(ranks, of_one, world, more) -> None:
+    """Rank 0 has more shards than others, and each its own sequences; sums in parts round the last bit otherwise."""
+    found, expected = (LocalCache(each) for each in (ranks.ok(world, f"cut-{world}", *CUT, *more), of_one))
+    assert found.manifest.settings == expected.manifest.settings and found.verify() == []
+    differing, entries = 0, 0
+    for split in expected:
+        for one, other in zip(expected[split], found[split], strict=True):
+            for name in ("tokens", "loss_mask", "segments"):
+                assert torch.equal(one[name], other[name])
+            for name in ("ids", "counts"):
+                differing, entries = differing + int((one[name] != other[name]).sum()), entries + one[name].numel()
+            for name in ("logprobs", "label_logprob", "tail"):
+                assert (one[name] - other[name]).abs().max() < 0.06, "more than one step of a stored code"
+    assert differing <= entries / 1000
+
+
 def test_a_refinement_is_the_same_in_several_ranks_also_after_one_was_killed(ranks) -> None:
     samples = ("--teacher", "teacher", "--sequences-per-shard", 3, "--num-samples", 5, *ranks.bench.small)
     ranks.bench.ok(1, "cache-teacher", *samples, "--out", "samples")
@@ -142,6 +162,12 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
 
 def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
     for more, said in (
+        (
+            ("--teacher-tensor-parallel", 3),
+            "--teacher-tensor-parallel 3 does not divide 2 ranks; start",
+        ),
+        ((*CUT, "--teacher-parallel", "fsdp"), "--teacher-parallel fsdp needs more than 2 processes"),
+        ((*CUT, "--teacher-weights", "int8"), "--teacher-tensor-parallel cannot cut --teacher-weights int8"),
         (("--data", "missing"), "--data is given 2 times"),
         (("--top-k", 301), "more than the vocabulary of 300"),
     ):

@@ -32,7 +32,7 @@ CACHED = ("--cache", "chat-cache", "--precision", "fp32")
 BF16 = ("--cache", "chat-cache", "--precision", "bf16", "--alpha", 0.9)  # an average over ranks is rounded elsewhere
 ONLINE = ("--teacher", "teacher", *SMALL, "--precision", "fp32")
 DDP, FSDP = ("--parallel", "ddp"), ("--parallel", "fsdp")
-TENSOR = ("--tensor-parallel", 2)
+TENSOR, TEACHER = ("--tensor-parallel", 2), ("--teacher-tensor-parallel", 2)
 
 SAME = 1e-5
 NUMBERS = {
@@ -63,7 +63,12 @@ CASES = {
     "online": (
         (*ONLINE, "--hidden-loss", "mse", "--divergence", "reverse-kl", "--temperature-mode", "likelihood"),
         SAME,
-        [(2, (*DDP, "--teacher-parallel", "replicate")), (2, (*FSDP, "--teacher-parallel", "fsdp"))],
+        [
+            (2, (*DDP, "--teacher-parallel", "replicate")),
+            (2, (*FSDP, "--teacher-parallel", "fsdp")),
+            (2, (*DDP, *TEACHER)),  # each rank reads its own sequences, and makes whole rows
+            (2, (*TENSOR, *TEACHER)),  # both read the same, and each makes its columns
+        ],
     ),
     "tensor ranks": (
         (*CACHED, "--temperature-mode", "likelihood"),

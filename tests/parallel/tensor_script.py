@@ -7,11 +7,14 @@ from wrap_script import CPU, MICROS, batch, comes_back_from_the_disk_in_parts, g
 
 from kdtrain.config.sections import OptimizerConfig
 from kdtrain.models.head import split
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.parallel import tensor
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import SingleProcess, parallelize, shard, sum_over_tensor_ranks, total_norm
 from kdtrain.ranks import local, process_group
+from kdtrain.teaching.local import LocalTeacher
+from kdtrain.testing import SHAPES as CONFIGS
 from kdtrain.testing import tiny_model
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.state import TrainState
@@ -116,7 +119,32 @@ def each_rank_holds_its_part_alone_and_validates_as_one_process() -> None:
     assert torch.allclose(found, expected, atol=1e-5)
 
 
+def tensor_ranks_of_a_teacher_give_each_rank_the_logits_of_its_own_sequences() -> None:
+    chance = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(VOCABULARY, (dist.get_rank() + 1, 12), generator=chance)
+    segments = (torch.arange(12) > 4).long().expand_as(tokens)
+    for dtype, mode, bound in (("float32", "fp32", 1e-5), ("bfloat16", "bf16", 0.1)):
+        config = CONFIGS["qwen3"] | {"vocab_size": VOCABULARY}
+        spec = ModelSpec(name="t", config=config, init="scratch", dtype=dtype)
+        whole, cut = (LocalTeacher(spec, CPU, mode) for _ in range(2))
+        cut.cut(LAYOUT, alike=1)
+        for each in (whole, cut):
+            each.load()
+            each.prepare(mesh=LAYOUT.mesh if each is cut and LAYOUT.data_size > 1 else None)
+        assert whole.digest == cut.digest and cut.sharded
+        held = [sum(local(each).numel() for each in one.model.parameters()) for one in (cut, whole)]
+        assert held[0] < 0.6 * held[1]
+        for given in (None, segments):
+            expected, found = (each.hidden_states(tokens, given, (1, 2)) for each in (whole, cut))
+            for a, b in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
+                assert (a - b).norm() <= bound * a.norm(), (mode, given)
+            logits = [each.logits(tokens, given) for each in (whole, cut)]
+            assert logits[1].shape == (*tokens.shape, VOCABULARY)
+            assert (logits[0] - logits[1]).norm() <= bound * logits[0].norm()
+
+
 PROMISES = (
+    tensor_ranks_of_a_teacher_give_each_rank_the_logits_of_its_own_sequences,
     gradients_of_three_micro_batches_are_those_of_one_process,
     a_hook_that_sums_in_each_backward_is_what_this_test_would_see,
     after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layout,
