@@ -42,6 +42,7 @@ from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout
+from kdtrain.parallel.parallelize import Traffic
 from kdtrain.precision.formats import Formats
 from kdtrain.ranks import all_reduce_sum
 
@@ -222,6 +223,39 @@ def in_turns(layout: RankLayout, alike: int) -> Callable[..., Any]:
         return found
 
     return call
+
+
+def traffic(
+    model: SplitModel, tokens: int, *, micro_batches: int, sequence: bool, itemsize: int, recomputes: bool
+) -> Traffic:
+    """A step of tensor ranks, but for the sums of the objective, a few numbers a token.
+
+    Args:
+        tokens: of a micro-batch.
+        sequence: whether the residual stream is cut, see `apply`.
+        itemsize: bytes of a number that a block returns.
+        recomputes: whether the backward computes layers again: all of them but their last sum.
+    """
+    parameters = list(model.parameters())
+    blocks = sum(isinstance(each, DTensor) and each.placements[-1].is_shard(1) for each in parameters)
+    enters = leaves = blocks
+    if recomputes:
+        enters, leaves = 2 * blocks, 2 * blocks - len(layers_of(model))
+    numbers = tokens * model.head.weight.shape[1]  # type: ignore[union-attr]
+    wide, narrow = 4.0 * numbers, float(itemsize) * numbers
+    gathered = scattered = 0.0
+    summed = 2 * wide  # the embedding, and the gradient of hidden states at the head
+    if sequence:
+        gathered = wide * (enters + 2) + narrow * blocks
+        scattered = narrow * leaves + wide * blocks
+    else:
+        summed += narrow * leaves + wide * blocks
+    once = sum(4.0 * model.get_parameter(each).numel() for each in model.once)
+    return Traffic(
+        all_gather=micro_batches * gathered,
+        reduce_scatter=micro_batches * scattered,
+        all_reduce=micro_batches * summed + once,
+    )
 
 
 class _Cutting:
