@@ -571,6 +571,7 @@ def _refuse_divergence(objective: ObjectiveConfig, targets: list[tuple[int, int,
 def capturing_of(
     run: DistillConfig, student: ModelSpec, device: torch.device, config: CacheTeacherConfig
 ) -> Callable[[Ordered], None]:
+    """Return `run.capture.capturing` of a run."""
     from kdtrain.run.capture import capturing  # a run that captures nothing does without
 
     return capturing(run, student, device, config)

@@ -1,5 +1,7 @@
 """The memory of a run and of a cache is planned, and refused where it is too much, before a weight is loaded."""
 
+import time
+
 import pytest
 import torch
 
@@ -73,6 +75,20 @@ def test_a_run_of_more_ranks_is_planned_from_shapes_and_writes_nothing(weightles
     code, _, err = weightless.call(*common, "--cache", "cache", "--world-size", 3, "--tensor-parallel", 2)
     assert code == 2 and "--tensor-parallel 2 does not divide --world-size 3" in err
     assert weightless.everything() == before
+
+
+def test_the_recipe_of_7_billion_is_planned_in_seconds_and_shows_what_stays_and_what_else_fits(workbench):
+    common = ("distill", "--dry-run", "--world-size", 8, "--student", "qwen2-7b", "--data", "corpus", "--alpha", 0)
+    shape = ("--seq-len", 32768, "--batch-size", 128, "--micro-batch-size", 1, "--activation-checkpointing")
+    options = (*common, *shape, "--precision", "bf16", "--device-memory", 80, "--out", "dry")
+    started = time.process_time()
+    cut = workbench.json(*options, "--tensor-parallel", 4)["parallel"]
+    assert time.process_time() - started < 30
+    assert (cut["data ranks"], cut["student"], cut["tensor ranks"]) == (2, "ddp", 4)
+    assert cut["of it, whatever the tensor ranks"] == {"output head": 0.438}
+    whole = workbench.json(*options)["parallel"]
+    assert whole["student"] == "fsdp" and whole["GiB a rank"] > cut["GiB a rank"]
+    assert whole["proposed"].startswith("--tensor-parallel 4 (no rank has room for a whole copy; the ranks of a node")
 
 
 def test_a_model_that_cannot_be_measured_is_planned_without_numbers(workbench, monkeypatch, caplog):

@@ -97,7 +97,9 @@ def test_a_sharded_teacher_builds_the_cache_of_a_whole_one(ranks, of_one, world)
     _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
 
 
-@pytest.mark.parametrize("world, more", [(2, ()), (4, ("--teacher-parallel", "fsdp"))], ids=["2", "2 x fsdp 2"])
+@pytest.mark.parametrize(
+    "world, more", [(2, ()), pytest.param(4, ("--teacher-parallel", "fsdp"), marks=pytest.mark.torture)]
+)
 def test_tensor_ranks_of_a_teacher_build_the_cache_of_a_whole_one_but_for_ties(ranks, of_one, world, more) -> None:
     """Rank 0 has more shards than others, and each its own sequences; sums in parts round the last bit otherwise."""
     found, expected = (LocalCache(each) for each in (ranks.ok(world, f"cut-{world}", *CUT, *more), of_one))
@@ -157,6 +159,14 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
         plans[engine] = done.json["parallel"]
     assert [(plan["ranks"], plan["student"]) for plan in plans.values()] == [(2, "ddp"), (2, "fsdp")]
     assert plans["ddp"]["of it"] != plans["fsdp"]["of it"]
+    tensor = ("--tensor-parallel", 2, "--precision", "fp32", "--log-to", "none")
+    done = ranks.bench.ok(2, "distill", *run[:6], *tensor, "--steps", 2, "--out", "dry", "--dry-run", "--json")
+    assert "not compiled: torch.compile fails on the parts of tensor ranks" in done.stderr
+    assert done.json["compiled"] is False and done.json["parallel"]["tensor ranks"] == 2
+    numbers = 4 * 8 * 32 * 32  # bytes of the hidden states of all rows; the student has one layer, of two blocks
+    in_parts = numbers * (2 + 2 + 2) + numbers * (2 + 2)  # begun, left and joined again, and summed up
+    sent = in_parts / 2 + (2 * numbers + 4 * 3 * 32)  # and embedding, head and three norms
+    assert done.json["parallel"]["GB sent a step"] == pytest.approx(sent / 1e9)
     # with one micro-batch in fp32 both send the same: half of gathering twice and scattering once, or of two exchanges
     assert plans["fsdp"]["GB sent a step"] > 0.5 * plans["ddp"]["GB sent a step"] > 0
 

@@ -75,7 +75,6 @@ CASES = {
         SAME,
         [
             (2, (*TENSOR, "--micro-batch-size", 2)),
-            (4, (*TENSOR, *DDP, "--micro-batch-size", 1)),
             (4, (*TENSOR, *FSDP, "--micro-batch-size", 1)),
         ],
     ),
@@ -165,7 +164,7 @@ def whole(ranks):
 BROKEN = {
     FSDP: ("checkpoint.before-rename:kill:2@0", "train.after-micro-batch:kill:23@1", "checkpoint.write:kill:30000@1"),
     DDP: ("validate.batch:kill:2@1", "train.after-micro-batch:kill:23@0", "checkpoint.write:kill:30000@1"),
-    TENSOR: ("checkpoint.before-rename:kill:2@0", "train.after-micro-batch:kill:23@1"),
+    TENSOR: ("checkpoint.before-rename:kill:2@0",),
 }
 """Where a rank is killed in one start after the other: mid-save, in a validation, mid-step."""
 
@@ -215,7 +214,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*list(SHAPES)[:-1], pytest.param("2 tensor to 4 fsdp", marks=pytest.mark.torture)])
 def test_a_checkpoint_of_one_number_of_ranks_resumes_with_another(whole, name):
     (first, begun), (then, ended) = SHAPES[name]
     out = f"from-{name}".replace(" ", "-")

@@ -18,6 +18,7 @@ from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import GIB, USABLE, Job, choose, estimated, plan_run, propose
 from kdtrain.parallel.memory_plan import MemoryPlan as Plan
+from kdtrain.precision.modes import compiles_teacher
 from kdtrain.run.capture import capturing
 from kdtrain.testing import SHAPES
 
@@ -321,6 +322,13 @@ def test_a_teacher_of_tensor_ranks_is_planned_in_parts_but_for_its_output_head()
         for each in (one, half)
     ]
     assert held == [4 * one.parameters, 4 * one.parameters / 2 + 4 * 300 * 32]
+
+
+def test_the_layers_of_a_teacher_that_is_cut_are_not_compiled_and_the_log_has_why(caplog):
+    caplog.set_level("INFO", "kdtrain")
+    assert compiles_teacher(True, torch.device("cuda")) and not caplog.text
+    assert not compiles_teacher(True, torch.device("cuda"), cut=True)
+    assert "the teacher is not compiled: torch.compile fails on the parts of tensor ranks" in caplog.text
 
 
 @pytest.mark.parametrize(
