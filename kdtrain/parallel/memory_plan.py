@@ -372,7 +372,8 @@ def propose(config: DistillConfig, job: Job, free: float, can_cut: Callable[[int
         return ""
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or min(world, 8))
     sizes = [size for size in range(2, node + 1) if node % size == 0 and world % size == 0 and can_cut(size)]
-    for engine, tried in (("ddp", sizes), ("fsdp", sizes[::-1])):
+    ways: list[tuple[Literal["ddp", "fsdp"], list[int]]] = [("ddp", sizes), ("fsdp", sizes[::-1])]
+    for engine, tried in ways:
         for size in tried:
             parallel = replace(own, parallel=engine, accumulate="auto", tensor_parallel=size)
             cut = job.cut(size, parallel.cuts_rows(job.seq_len, config.objective))

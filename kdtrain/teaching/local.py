@@ -184,7 +184,7 @@ class LocalTeacher(OnlineTeacher):
         if self._cut is not None:
             from kdtrain.parallel import tensor
 
-            how = {"vocab_size": self.vocab_size, "sequence": False, "option": tensor.TEACHER}
+            how: dict[str, Any] = {"vocab_size": self.vocab_size, "sequence": False, "option": tensor.TEACHER}
             tensor.apply(self.model, self._cut[0], self.device, **how)
             if self.sharded:
                 self._in_turns = tensor.in_turns(*self._cut)

@@ -78,7 +78,7 @@ def test_a_run_of_more_ranks_is_planned_from_shapes_and_writes_nothing(weightles
 
 
 def test_the_recipe_of_7_billion_is_planned_in_seconds_and_shows_what_stays_and_what_else_fits(workbench):
-    common = ("distill", "--dry-run", "--world-size", 8, "--student", "qwen2-7b", "--data", "corpus", "--alpha", 0)
+    common = ("distill", "--dry-run", "--world-size", 8, "--student", "qwen2-7b", "--data", "stdlib", "--alpha", 0)
     shape = ("--seq-len", 32768, "--batch-size", 128, "--micro-batch-size", 1, "--activation-checkpointing")
     options = (*common, *shape, "--precision", "bf16", "--device-memory", 80, "--out", "dry")
     started = time.process_time()
