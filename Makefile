@@ -83,6 +83,7 @@ torture: venv ## break caches and runs off, flip bits, attack; writes benchmarks
 	OMP_NUM_THREADS=1 $(PY) -m tests.torture.cache
 	OMP_NUM_THREADS=1 $(PY) -m tests.torture.run
 	OMP_NUM_THREADS=1 $(PY) -m tests.torture.tensor
+	KDTRAIN_TORTURE=1 $(PY) -m pytest -m torture tests
 	OMP_NUM_THREADS=1 $(PY) -m tests.hostile --cold 20
 
 teacher: venv ## make the shipped teacher and its tokenizer again (hours)

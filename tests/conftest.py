@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.path, len(order)))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     wanting = [] if wanting and _has_cuda() else wanting
+    if not os.environ.get("KDTRAIN_TORTURE"):
+        wanting += [item for item in items if item.get_closest_marker("torture")]
     if not os.environ.get("KDTRAIN_VLLM"):
         wanting += [item for item in items if item.get_closest_marker("vllm")]
     if wanting:

@@ -33,7 +33,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import kdtrain
 from kdtrain import cli, faults
 from kdtrain.models.spec import ModelSpec
-from kdtrain.parallel.memory_plan import model_footprint
+from kdtrain.parallel.footprint import model_footprint
 
 
 def main() -> None:

@@ -207,6 +207,7 @@ IN_RANKS = {
     "DDP": ("--batch-size", 8, "--parallel", "ddp"),
     "FSDP2": ("--batch-size", 8, "--parallel", "fsdp"),
     "FSDP2 and accumulation": ("--batch-size", 8, "--micro-batch-size", 2, "--parallel", "fsdp"),
+    "tensor ranks": ("--batch-size", 8, "--tensor-parallel", 2),
 }
 EXCHANGED = Case(llama(64, 2))
 THROUGHPUT = Case(llama(256, 4))
@@ -260,7 +261,8 @@ def in_ranks(options: tuple[object, ...]) -> Case:
 
 def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> MemoryPlan:
     """Estimate the plan of one of `IN_RANKS`."""
-    return estimate(folder, "ranks", in_ranks(IN_RANKS[name]), "ddp" if name == "DDP" else "fsdp", world)
+    how = {"DDP": "ddp", "tensor ranks": "single"}.get(name, "fsdp")
+    return estimate(folder, "ranks", in_ranks(IN_RANKS[name]), how, 1 if how == "single" else world)
 
 
 def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:

@@ -157,6 +157,8 @@ class DistillConfig(Extended):
         )
         online = f"--hidden-loss {hidden} needs an online teacher; give --teacher, or leave it out"
         yield hidden != "none" and not self.cache and self.teacher is None, online
+        idle = "--teacher-tensor-parallel has no effect without an online teacher; give --teacher, or leave it out"
+        yield self.parallel.teacher_tensor_parallel > 1 and not self.online, idle
         both = self.steps is not None and self.epochs is not None
         yield both, "--steps and --epochs exclude each other; give one"
         size, micro = self.batch_size, self.micro_batch_given

@@ -444,6 +444,8 @@ class CacheParallelConfig(Options):
 
     teacher_parallel: Literal["auto", "replicate", "fsdp"] = option("auto", free=True)
     """How the ranks hold the teacher: a full copy each (replicate) or sharded (fsdp); auto takes what fits."""
+    teacher_tensor_parallel: int = option(1, free=True, least=1)
+    """Ranks of a node that compute each forward of the teacher together, each with a part of its layers."""
     device_memory: float | None = option(None, free=True, per_rank=True, above=0)
     """GiB of memory on each device, for the plan; the free memory if not given."""
     rank_timeout: float = option(600.0, free=True, per_rank=True, above=0)
@@ -468,6 +470,13 @@ class ParallelConfig(CacheParallelConfig):
             self.parallel == "ddp" and self.accumulate != "auto",
             f"--accumulate {self.accumulate} has no effect with --parallel ddp, where each rank holds whole gradients; "
             "leave it out, or use --parallel fsdp",
+        )
+        teacher, student = self.teacher_tensor_parallel, self.tensor_parallel
+        both = f"--teacher-tensor-parallel {teacher} and --tensor-parallel {student}"
+        yield teacher % student and student % teacher, f"{both}: one must divide the other; choose others"
+        yield (
+            self.teacher_parallel == "fsdp" and teacher not in (1, student),
+            f"{both}: a teacher's parts are sharded too only where both are equal; leave --teacher-parallel fsdp out",
         )
 
     def cuts_rows(self, seq_len: int, objective: ObjectiveConfig) -> bool:

@@ -38,12 +38,15 @@ class RankLayout:
     tensor_mesh: Any = None
 
     @classmethod
-    def of_ranks(cls, device: torch.device, tensor: int = 1, sharing: int | None = None) -> "RankLayout":
+    def of_ranks(
+        cls, device: torch.device, tensor: int = 1, sharing: int | None = None, option: str = "--tensor-parallel"
+    ) -> "RankLayout":
         """Make the layout of all ranks. Every rank must call it.
 
         Args:
             tensor: ranks that compute a forward together.
             sharing: with tensor parallelism, the data ranks that share one copy of a model; None: all.
+            option: that gave `tensor`, for messages.
 
         Raises:
             UsageError: one of the numbers does not divide the ranks.
@@ -51,7 +54,7 @@ class RankLayout:
         size = world_size()
         if size % tensor:
             start = f"torchrun --nproc-per-node {tensor}" if size == 1 else f"a multiple of {tensor} ranks"
-            raise reported(UsageError(f"--tensor-parallel {tensor} does not divide {size} ranks; start {start}"))
+            raise reported(UsageError(f"{option} {tensor} does not divide {size} ranks; start {start}"))
         if size == 1:
             return cls()
         if tensor == 1:

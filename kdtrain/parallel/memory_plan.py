@@ -28,42 +28,30 @@ The first choice is both whole on each rank, because it exchanges least; then th
 then both; then the same with a sharded student whose micro-batches add up sharded gradients. A job that does not fit in
 any way is refused, with what would help. A plan may fill `USABLE` of the free memory.
 
-A model's footprint comes from its spec alone: the model is built and run over one sequence and over two with tensors
-that have shapes and no numbers (PyTorch's fake tensors). A model of any size thus takes a second at most and no memory,
-and only its configuration is read from the hub. A model whose code needs numbers is planned without an estimate, which
-is logged.
-
 Given up: buffers of the communication library, the allocator's waste and the copies that emulated formats keep are not
 counted, nor a packed weight while it is unpacked; a compiled graph keeps about two thirds of the activations counted
 here.
 """
 
-import copy
-from collections.abc import Iterator
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
-from transformers.integrations import moe
 
 from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import OPTIMIZERS
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import ParallelConfig
 from kdtrain.errors import UsageError, log
-from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
-from kdtrain.models.head import layers_of
-from kdtrain.models.hub import attention_option, never_asking
-from kdtrain.models.loading import active_parameters, checkpoint_activations
 from kdtrain.models.scratch import configuration, parameter_count
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
+from kdtrain.parallel.footprint import ModelFootprint, footprint_of
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import is_main, world_size
+from kdtrain.ranks import world_size
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
@@ -74,154 +62,6 @@ CACHE_LOGITS = 6.0
 GIB = 2**30
 MOMENTS = ("teach", "head", "backward")
 """When a rank's memory can be largest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFootprint:
-    """Sizes of a model; a tied head's parameters count once."""
-
-    name: str
-    parameters: int
-    active: int = 0  # that take part for one token
-    layers: int
-    in_layers: int  # parameters in all layers; the others are embedding, last norm and output head
-    width: int  # D, what the output head takes
-    vocabulary: int  # rows of the output head
-    tied: bool  # True if the head's weight is the embedding's
-    kept: float  # bytes a token that a forward keeps for the backward
-    kept_by_checkpoints: float = 0.0  # the same with activation checkpointing; equal if the model does not support it
-    kept_once: float = 0.0  # bytes that a forward keeps besides, whatever its number of sequences
-    kept_once_by_checkpoints: float = 0.0
-    weight_bytes: float = 4  # of a stored weight
-    frozen: int = 0  # parameters that are not trained, of a student that trains a part
-    frozen_bytes: float = 4  # of one of these
-    frozen_in_layers: int = 0
-    frozen_head: bool = False
-    packed: bool = False  # weights in fewer bits, which are not sharded
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are trained."""
-        return self.parameters - self.frozen
-
-    def part(self, ranks: int, whole: float | None) -> "ModelFootprint":
-        """Return the part that one of some tensor ranks has: norms are counted as cut too, as they are few.
-
-        whole: bytes a token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
-        forward keeps is counted whole.
-        """
-        cut = {
-            name: -(-getattr(self, name) // ranks)
-            for name in ("parameters", "in_layers", "vocabulary", "frozen", "frozen_in_layers")
-        }
-        if whole is None:
-            return replace(self, **cut)
-        same = min(whole * self.layers, self.kept)
-        kept, by_checkpoints = same + (self.kept - same) / ranks, self.kept_by_checkpoints / ranks
-        once = {name: getattr(self, name) / ranks for name in ("kept_once", "kept_once_by_checkpoints")}
-        return replace(self, **cut, **once, kept=kept, kept_by_checkpoints=by_checkpoints)
-
-
-def model_footprint(
-    spec: ModelSpec,
-    *,
-    vocab_size: int | None,
-    seq_len: int,
-    mode: str,
-    trained: bool,
-    on_gpu: bool = False,
-    freeze_head: bool = False,
-) -> ModelFootprint:
-    """Measure the footprint of a student (`trained`), with the adapters of its spec, or of a teacher.
-
-    vocab_size: of a `[config]` that leaves it out. mode: number format of its forward, fp32, bf16 or fp16. on_gpu:
-    where it will run: a CPU keeps masks for sliding windows, and the scores of a model with a soft cap. freeze_head:
-    the student does not train its output head.
-
-    Raises:
-        UsageError: there is no such model, or transformers does not know its type.
-        Exception: of any kind, if a model does not run without numbers.
-    """
-    config = configuration(spec, vocab_size)
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]), never_asking(), ExitStack() as after:
-        after.callback(setattr, moe, "_can_use_grouped_mm", moe._can_use_grouped_mm)
-        moe._can_use_grouped_mm = lambda *_: False  # without numbers, torch's product is for bf16 alone
-        model: Any = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),
-            attn_implementation=attention_option(spec.attention, config),
-            trust_remote_code=spec.trust_remote_code,
-            dtype=torch.float32,
-        ).train()
-        attention = model.config.get_text_config()
-        if attention._attn_implementation == "sdpa" or (on_gpu and fits_causal(attention)):
-            model.set_attn_implementation(FUSED if on_gpu else CAUSAL)  # as in training, without masks of numbers
-        if spec.lora is not None and trained:
-            from kdtrain.models.adapters import sketch
-
-            sketch(model, spec.lora)
-        if freeze_head:
-            model.get_output_embeddings().requires_grad_(False)
-        layers, head = layers_of(model), model.get_output_embeddings()
-        inside = [each for layer in layers for each in layer.parameters()]
-        sizes = {
-            "parameters": sum(each.numel() for each in model.parameters()),
-            "active": active_parameters(model),
-            "in_layers": sum(each.numel() for each in inside),
-            "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
-            "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
-        }
-        if spec.weights is not None or sizes["frozen"]:
-            from kdtrain.models.frozen import frozen_bytes, pack
-        if spec.weights is not None and trained:
-            pack(model, spec.weights, fused=True, outline=True)
-        width, kept, kept_once = _forward(model, seq_len, mode)
-        by_checkpoints = kept, kept_once
-        if trained and model.supports_gradient_checkpointing:
-            checkpoint_activations(model)
-            by_checkpoints = _forward(model, seq_len, mode)[1:]
-        weight_bytes = 4.0 if trained or mode == "fp32" else getattr(torch, spec.dtype).itemsize
-        if spec.weights is not None and not trained:
-            pack(model.requires_grad_(False), spec.weights, fused=True, outline=True)
-            weight_bytes = frozen_bytes(model) / sizes["parameters"]
-        return ModelFootprint(
-            name=spec.name,
-            layers=len(layers),
-            **sizes,
-            width=width,
-            vocabulary=int(head.weight.shape[0]),
-            tied=head.weight is model.get_input_embeddings().weight,
-            kept=kept,
-            kept_by_checkpoints=by_checkpoints[0],
-            kept_once=kept_once,
-            kept_once_by_checkpoints=by_checkpoints[1],
-            weight_bytes=weight_bytes,
-            frozen_bytes=frozen_bytes(model) / sizes["frozen"] if sizes["frozen"] else 4.0,
-            frozen_head=not head.weight.requires_grad,
-            packed=spec.weights is not None,
-        )
-
-
-def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float, float]:
-    """Return D of the last hidden states, and the bytes of tensors that autograd keeps: a token, and once a forward."""
-    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
-    dtype, sizes = head_dtype(mode), []
-    for sequences in (1, 2):
-        kept: dict[int, Any] = {}  # the storages themselves, so that no address is reused
-
-        def keep(tensor: torch.Tensor, kept: dict[int, Any] = kept) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                kept[storage._cdata] = storage
-            return tensor
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None),
-        ):
-            result = model.base_model(input_ids=torch.zeros(sequences, seq_len, dtype=torch.int64), use_cache=False)
-        sizes.append(sum(each.nbytes() for each in kept.values()))
-    one, two = sizes
-    return int(result.last_hidden_state.shape[-1]), (two - one) / seq_len, max(2.0 * one - two, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +81,14 @@ class Job:
     waiting_rows: int = 0  # rows beside a chunk whose 16-bit gradients in the logits wait for dWeight
     state_bytes: float = 8.0  # of the optimizer's state for one trained number
     snapshots: int = 0  # states that adaptive quantisation keeps in the same memory
+    floor: ModelFootprint | None = None  # of the student, what each of any number of tensor ranks has
+
+    def cut(self, ranks: int, rows: bool) -> "Job":
+        """Return the job of one of some tensor ranks. rows: they cut the residual stream, and each keeps of a block the
+        positions that it takes in, in the format of products.
+        """
+        whole = 2.0 * self.student.width * self.compute_bytes if rows else None
+        return replace(self, student=self.student.part(ranks, whole), floor=self.student.part(1 << 40, whole))
 
     def micro(self, world: int) -> int:
         """Return the sequences in a forward of one of `world` ranks."""
@@ -261,10 +109,16 @@ class MemoryPlan:
     """The gradients of a sharded student that micro-batches add up on a rank."""
     tensor: int = 1
     """Tensor ranks, each of which has a part of a student; the rest of the plan is that of the data ranks."""
+    teacher_tensor: int = 1
+    """Tensor ranks, each of which has a part of a teacher's layers."""
     needs: dict[str, float] = field(default_factory=dict, compare=False)
     """Bytes a rank needs, by part, at the moment of the largest sum; empty without an estimate."""
+    stays: dict[str, float] = field(default_factory=dict, compare=False)
+    """Of them, those of any number of tensor ranks."""
     moment: str = ""
     """The moment of the largest sum."""
+    proposed: str = ""
+    """Another layout that fits, and why it may be better."""
     free: float | None = None
     """Free bytes of a device."""
 
@@ -277,6 +131,7 @@ class MemoryPlan:
         """Return the plan for people and for JSON; memory in GiB a rank."""
         shown: dict[str, Any] = {"student": self.student, "teacher": self.teacher}
         shown |= {"tensor ranks": self.tensor} if self.tensor > 1 else {}
+        shown |= {"the teacher's tensor ranks": self.teacher_tensor} if self.teacher_tensor > 1 else {}
         if "fsdp" in (self.student, self.teacher):
             shown["ranks that share a copy"] = self.shard_size or "all"
         if self.student == "fsdp":
@@ -284,15 +139,21 @@ class MemoryPlan:
         if self.needs:
             shown["GiB a rank"] = round(self.total / GIB, 3)
             shown["of it"] = {name: round(each / GIB, 3) for name, each in self.needs.items()}
+            stays = {name: round(each / GIB, 3) for name, each in self.stays.items()}
+            if any(stays.values()):
+                shown["of it, whatever the tensor ranks"] = {name: each for name, each in stays.items() if each}
             shown["most at"] = self.moment
         if self.free is not None:
             shown["GiB free"] = round(self.free / GIB, 3)
+        shown |= {"proposed": self.proposed} if self.proposed else {}
         return shown
 
     def __str__(self) -> str:
         shards = f"sharded over {self.shard_size or 'all'} ranks"
         student = {"single": "whole", "ddp": "whole on each rank (DDP)", "fsdp": f"{shards} (FSDP2)"}[self.student]
         teacher = {"none": "", "replicate": ", the teacher whole on each", "fsdp": f", the teacher {shards}"}
+        if self.teacher_tensor > 1:
+            teacher = {name: f"{text}, cut over {self.teacher_tensor} tensor ranks" for name, text in teacher.items()}
         if self.tensor > 1:
             cut = f"cut over {self.tensor} tensor ranks"
             more = {"single": "", "ddp": ", the same on each data rank", "fsdp": f", each part {shards}"}[self.student]
@@ -301,12 +162,18 @@ class MemoryPlan:
 
 
 def choose(
-    options: ParallelConfig, world: int, *, online: bool, job: Job | None = None, free: float | None = None
+    options: ParallelConfig,
+    world: int,
+    *,
+    online: bool,
+    job: Job | None = None,
+    free: float | None = None,
+    proposed: str = "",
 ) -> MemoryPlan:
     """Choose the plan for `world` ranks.
 
     online: a teacher runs while the student trains. job: the sizes; nothing is estimated or refused without it.
-    free: free bytes of each device; nothing is refused without it.
+    free: free bytes of each device; nothing is refused without it. proposed: see `propose`.
 
     UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the ranks.
     """
@@ -317,11 +184,12 @@ def choose(
         return plans[0]
     for plan in plans:
         if plan.total <= USABLE * free:
-            return replace(plan, free=free)
+            return replace(plan, free=free, proposed=proposed if plan.student == "fsdp" else "")
     least = min(plans, key=lambda plan: plan.total)
     parts = ", ".join(f"{name} {each / GIB:.2f}" for name, each in least.needs.items())
     who = job.student.name if job.teacher is None else f"{job.student.name} and its teacher {job.teacher.name}"
-    helps, devices = list(_what_helps(options, world, job, free)), world * options.tensor_parallel
+    helps = [*filter(None, [proposed]), *_what_helps(options, world, job, free)]
+    devices = world * options.tensor_parallel
     raise UsageError(
         f"{who} need {least.total / GIB:.2f} GiB on {'the device' if devices == 1 else f'each of {devices} devices'} "
         f"({parts}; student {least.student}, teacher {least.teacher}), and {free / GIB:.2f} GiB are free: "
@@ -339,6 +207,8 @@ def _candidates(options: ParallelConfig, world: int, online: bool, job: Job | No
         students.remove("fsdp")
     if job is not None and job.teacher is not None and job.teacher.packed:
         teachers.remove("fsdp")
+    elif online and options.teacher_tensor_parallel not in (1, options.tensor_parallel):
+        teachers.remove("fsdp")  # the data ranks of both differ
     ways: list[Literal["whole", "sharded"]] = ["whole", "sharded"]
     return [
         MemoryPlan(student, teacher, options.shard_size, way)
@@ -384,7 +254,9 @@ def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
     """Return `plan` with the bytes that each of `world` ranks needs."""
     moments = _moments(plan, job, world)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    return replace(plan, needs={name: each for name, each in moments[moment].items() if each}, moment=moment)
+    stays = {} if job.floor is None else _moments(plan, replace(job, student=job.floor), world)[moment]
+    needs = {name: each for name, each in moments[moment].items() if each}
+    return replace(plan, needs=needs, stays=stays, moment=moment)
 
 
 def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
@@ -465,19 +337,51 @@ def _teacher_held(teacher: ModelFootprint, shared: int) -> float:
     numbers = teacher.parameters / shared
     if shared > 1:
         numbers += _root_and_two(teacher.parameters, teacher.in_layers, teacher.layers)
-    wide = 4.0 * teacher.vocabulary * teacher.width if teacher.weight_bytes < 4 or shared > 1 else 0.0
+    beside = teacher.weight_bytes < 4 or shared > 1 or teacher.cut > 1
+    wide = 4.0 * teacher.vocabulary * teacher.width if beside else 0.0
     return teacher.weight_bytes * numbers + wide
 
 
-def plan_run(config: DistillConfig, job: Job | None, free: float | None) -> MemoryPlan:
-    """Choose the plan of a run; job: see `job_of`; free: see `free_everywhere`. UsageError: it does not fit."""
+def plan_run(
+    config: DistillConfig, job: Job | None, free: float | None, can_cut: Callable[[int], bool] = lambda _: False
+) -> MemoryPlan:
+    """Choose the plan of a run; job: see `job_of`; free: see `free_everywhere`. UsageError: it does not fit.
+
+    can_cut: whether so many tensor ranks could cut the student.
+    """
     own = config.parallel
     if (config.world_size or world_size()) == 1 and (
         own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None
     ):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    plan = choose(own, _data_ranks(config), online=config.online, job=job, free=free)
-    return replace(plan, tensor=own.tensor_parallel)
+    world, proposed = _data_ranks(config), ""
+    if job is not None and free is not None and own.parallel == "auto" and own.tensor_parallel == 1:
+        proposed = propose(config, job, free, can_cut)
+    plan = choose(own, world, online=config.online, job=job, free=free, proposed=proposed)
+    return replace(plan, tensor=own.tensor_parallel, teacher_tensor=own.teacher_tensor_parallel)
+
+
+def propose(config: DistillConfig, job: Job, free: float, can_cut: Callable[[int], bool]) -> str:
+    """Return the options for tensor ranks with which a run fits that has no room for whole copies, and why; or "".
+
+    Tensor ranks of a node first, as few as fit, then sharded parts: only within a node are activations exchanged as
+    fast as they are needed. can_cut: see `plan_run`.
+    """
+    world, own = _data_ranks(config), config.parallel
+    if world == 1 or _fits(replace(own, parallel="ddp", accumulate="auto"), world, job, free):
+        return ""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE") or min(world, 8))
+    sizes = [size for size in range(2, node + 1) if node % size == 0 and world % size == 0 and can_cut(size)]
+    ways: list[tuple[Literal["ddp", "fsdp"], list[int]]] = [("ddp", sizes), ("fsdp", sizes[::-1])]
+    for engine, tried in ways:
+        for size in tried:
+            parallel = replace(own, parallel=engine, accumulate="auto", tensor_parallel=size)
+            cut = job.cut(size, parallel.cuts_rows(job.seq_len, config.objective))
+            if (engine == "ddp" or world > size) and _fits(parallel, world // size, cut, free):
+                also = "" if engine == "ddp" else ", and FSDP2 shards their parts over data ranks"
+                how = f"--tensor-parallel {size}" + (" --parallel fsdp" if also else "")
+                return f"{how} (no rank has room for a whole copy; the ranks of a node cut it first{also})"
+    return ""
 
 
 def _data_ranks(config: DistillConfig) -> int:
@@ -518,11 +422,7 @@ def job_of(
     narrow, quantization = head_dtype(mode), config.quantization
     rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)
     in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
-    if (ranks := config.parallel.tensor_parallel) > 1:
-        # of each block the positions that it takes in, in the format of products
-        inside = 2.0 * measured.width * (4 if narrow is None else 2)
-        measured = measured.part(ranks, inside if config.parallel.cuts_rows(seq_len, config.objective) else None)
-    return Job(
+    job = Job(
         student=measured,
         teacher=teacher,
         batch_size=config.batch_size,
@@ -537,6 +437,8 @@ def job_of(
         state_bytes=OPTIMIZERS.get(config.optimizer.optimizer).state_bytes,
         snapshots=quantization.quant_recovery_buffer if in_memory else 0,
     )
+    ranks = config.parallel.tensor_parallel
+    return job if ranks == 1 else job.cut(ranks, config.parallel.cuts_rows(seq_len, config.objective))
 
 
 def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) -> ModelFootprint | None:
@@ -566,9 +468,11 @@ def shards_teacher(
     Raises:
         UsageError: the teacher does not fit, or one process cannot shard it.
     """
-    wanted, world = config.parallel.teacher_parallel, world_size()
+    wanted, cut = config.parallel.teacher_parallel, config.parallel.teacher_tensor_parallel
+    world = world_size() // cut
     if wanted == "fsdp" and world == 1:
-        raise UsageError("--teacher-parallel fsdp needs several processes; start the command with torchrun")
+        several = f"more than {cut} processes" if cut > 1 else "several processes"
+        raise UsageError(f"--teacher-parallel fsdp needs {several}; start the command with torchrun")
     if teacher is None or free is None:
         return wanted == "fsdp"
     tokens = config.batch_size * seq_len
@@ -581,19 +485,6 @@ def shards_teacher(
         if need <= USABLE * free:
             return shared > 1
     raise UsageError(
-        f"the teacher {teacher.name} needs {min(needs.values()) / GIB:.2f} GiB on each of {world} devices and "
+        f"the teacher {teacher.name} needs {min(needs.values()) / GIB:.2f} GiB on each of {world * cut} devices and "
         f"{free / GIB:.2f} GiB are free: use a smaller --batch-size, more ranks (torchrun), or a larger device"
     )
-
-
-def footprint_of(spec: ModelSpec, **how: Any) -> ModelFootprint | None:
-    """Call `model_footprint`; return None, and log a line, for a model that does not run without numbers."""
-    try:
-        return model_footprint(spec, **how)
-    except UsageError:
-        raise
-    except Exception as error:  # a model's own code may raise anything when tensors have no numbers
-        if is_main():
-            reason = " ".join(str(error).split())[:120]
-            log.info("memory of %s not estimated: %s: %s", spec.name, type(error).__name__, reason)
-        return None

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
@@ -380,3 +380,13 @@ def padded(shape: Shape, sharing: int) -> int:
     """Count the numbers of a parameter of `shape`, padded along its first dimension to `sharing` equal parts."""
     first, *rest = shape if len(shape) else (1,)
     return math.ceil(first / sharing) * sharing * math.prod(rest)
+
+
+def part_shape(parameter: torch.Tensor) -> Shape:
+    """Return the shape of a parameter, or of the first tensor rank's part of it; data ranks may shard it further."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor) and (parameter.device_mesh.mesh_dim_names or ("",))[-1] == "tensor":
+        cut = parameter.placements[-1]
+        if isinstance(cut, Shard):
+            shape[cut.dim] = math.ceil(shape[cut.dim] / parameter.device_mesh.shape[-1])
+    return shape

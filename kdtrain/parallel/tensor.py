@@ -20,14 +20,18 @@ of the whole model.
 Given up: mixtures of experts, whose plans have styles of their own, and more tensor ranks than a model has KV heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedConfig
 
 from kdtrain.config.commands import DistillConfig
@@ -38,46 +42,58 @@ from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout
+from kdtrain.parallel.parallelize import Traffic
 from kdtrain.precision.formats import Formats
 from kdtrain.ranks import all_reduce_sum
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
 _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-_NEAR = 5e-3
-"""What TF32 rounds; a wrong plan is off by a tenth and more."""
+_LEAST = {"torch": "2.11", "transformers": "5.17"}
+"""The oldest releases whose plans and parts gave the gradients of one process."""
+_NEAR, _NEAR_NARROW = 5e-3, 5e-2
+"""What TF32 rounds, and weights of 16 bits; a wrong plan is off by a tenth and more."""
+STUDENT, TEACHER = "--tensor-parallel", "--teacher-tensor-parallel"
+"""The option by which a model is cut, for messages."""
 
 
-def refuse_plan(config: PreTrainedConfig, name: str, size: int, vocab_size: int) -> dict[str, str]:
+def refuse_plan(
+    config: PreTrainedConfig, name: str, size: int, vocab_size: int, option: str = STUDENT
+) -> dict[str, str]:
     """Return the plan of the model of a configuration, by names within its base model.
 
     Raises:
         UsageError: it has none, or none that `size` ranks can follow; the message names what can be.
     """
-    text = config.get_text_config()
+    text, instead = config.get_text_config(), f"use {option.replace('tensor-parallel', 'parallel fsdp')}"
+    for library, least in _LEAST.items():
+        if TorchVersion(found := metadata.version(library)) < least:
+            raise UsageError(
+                f"{option} needs {library} {least} or newer, and {found} is installed; upgrade it, or {instead}"
+            )
     plan: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
     if not plan:
         raise UsageError(
-            f"--tensor-parallel: transformers has no plan for {name} ({text.model_type}); models like Llama, Mistral, "
-            "Qwen2, Qwen3, Gemma and Phi have one; use --parallel fsdp"
+            f"{option}: transformers {transformers.__version__} has no plan for {name} ({text.model_type}); models "
+            f"like Llama, Mistral, Qwen2, Qwen3, Gemma and Phi have one; {instead}"
         )
     if other := sorted({*plan.values()} - {*_CUT, _SUMMED}):
         raise UsageError(
-            f"--tensor-parallel: the plan of {name} ({text.model_type}) has the style {other[0]}, which only mixtures "
-            "of experts and fused layers have; use --parallel fsdp"
+            f"{option}: the plan of {name} ({text.model_type}) has the style {other[0]}, which only mixtures of "
+            f"experts and fused layers have; {instead}"
         )
     drops = [each for each, value in text.to_dict().items() if each.endswith(("dropout", "pdrop")) and value]
-    if drops:
+    if drops and option == STUDENT:
         raise UsageError(
-            f"--tensor-parallel cannot be used with {drops[0]} of {name}, whose masks would be the same on each rank; "
-            "set it to 0, or use --parallel fsdp"
+            f"{option} cannot be used with {drops[0]} of {name}, whose masks would be the same on each rank; set it to "
+            f"0, or {instead}"
         )
     counts = {each: value for each in _COUNTS if isinstance(value := getattr(text, each, None), int)}
     if wrong := [each for each, value in counts.items() if value % size]:
         able = [n for n in range(2, max(counts.values()) + 1) if not any(value % n for value in counts.values())]
-        which = f"choose {', '.join(map(str, able))}" if able else "use --parallel fsdp"
-        raise UsageError(f"--tensor-parallel {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}")
+        which = f"choose {', '.join(map(str, able))}" if able else instead
+        raise UsageError(f"{option} {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}")
     if vocab_size <= (size - 1) * -(-vocab_size // size):
-        raise UsageError(f"--tensor-parallel {size}: a rank would have none of the {vocab_size} tokens of {name}")
+        raise UsageError(f"{option} {size}: a rank would have none of the {vocab_size} tokens of {name}")
     return plan
 
 
@@ -105,7 +121,15 @@ def refuse_with(
     refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
 
 
-def apply(model: SplitModel, layout: RankLayout, device: torch.device, *, vocab_size: int, sequence: bool) -> None:
+def apply(
+    model: SplitModel,
+    layout: RankLayout,
+    device: torch.device,
+    *,
+    vocab_size: int,
+    sequence: bool,
+    option: str = STUDENT,
+) -> None:
     """Cut a whole model, which has the same bits on each rank, over the tensor ranks, in place. All ranks call it.
 
     Layers are made switchable before, and sharded over data ranks (`parallelize.shard`) after it.
@@ -114,6 +138,7 @@ def apply(model: SplitModel, layout: RankLayout, device: torch.device, *, vocab_
         device: of this rank, to which the model moves.
         vocab_size: tokens that count; the head may have more rows.
         sequence: whether to cut the residual stream, for rows whose length the tensor ranks divide.
+        option: that asks for it, for messages.
 
     Raises:
         UsageError: the plan does not fit the model, or does not give its hidden states and gradients.
@@ -121,8 +146,8 @@ def apply(model: SplitModel, layout: RankLayout, device: torch.device, *, vocab_
     whole, mesh = whole_model(model), layout.tensor_mesh
     name, size = type(whole).__name__, layout.tensor_size
     if not model.fused:
-        raise UsageError(f"--tensor-parallel needs an output head that is split off: {model.reason}")
-    plan = refuse_plan(whole.config, name, size, vocab_size)
+        raise UsageError(f"{option} needs an output head that is split off: {model.reason}")
+    plan = refuse_plan(whole.config, name, size, vocab_size, option)
     tokens_BT = torch.randint(vocab_size, (2, size * -(-16 // size)), generator=torch.Generator().manual_seed(0))
     base: Any = whole.base_model
     modules = dict(base.named_modules())
@@ -168,11 +193,69 @@ def apply(model: SplitModel, layout: RankLayout, device: torch.device, *, vocab_
         found = _probe(model, tokens_BT.to(device), [each for each in stays if each in model.once], mesh.get_group())
     for what, value in found.items():
         error = float((value - expected[what]).norm() / expected[what].norm().clamp(min=1e-30))
-        if not error <= _NEAR:
+        if not error <= (_NEAR if value.dtype.itemsize > 2 else _NEAR_NARROW):
             raise UsageError(
-                f"--tensor-parallel: the plan of transformers does not give {what} of {name} (off by {error:.1g}); "
-                "use --parallel fsdp"
+                f"{option}: the plan of transformers {transformers.__version__} does not give {what} of {name} (off by "
+                f"{error:.1g}); use {option.replace('tensor-parallel', 'parallel fsdp')}"
             )
+
+
+def in_turns(layout: RankLayout, alike: int) -> Callable[..., Any]:
+    """Return what calls a model of tensor ranks that read different sequences: those of one rank after another's.
+
+    Each rank calls it as often as the others, with a forward, tokens [B, T], segments [B, T] or none, and more that is
+    the same on all; it gets what the forward returns of its own. alike: tensor ranks, one behind the other, that always
+    read the same.
+    """
+    group, own = layout.tensor_mesh.get_group(), layout.tensor_rank // alike * alike
+
+    def call(forward: Callable[..., Any], tokens_BT: Tensor, segments_BT: Tensor | None, *more: Any) -> Any:
+        found = None
+        for source in range(0, layout.tensor_size, alike):
+            inputs_CBT = torch.stack([tokens_BT] if segments_BT is None else [tokens_BT, segments_BT])
+            shape = torch.tensor(inputs_CBT.shape, device=inputs_CBT.device)
+            dist.broadcast(shape, group=group, group_src=source)
+            if source != layout.tensor_rank:
+                inputs_CBT = inputs_CBT.new_empty(shape.tolist())
+            dist.broadcast(inputs_CBT, group=group, group_src=source)
+            output = forward(inputs_CBT[0], None if segments_BT is None else inputs_CBT[1], *more)
+            found = output if source == own else found
+        return found
+
+    return call
+
+
+def traffic(
+    model: SplitModel, tokens: int, *, micro_batches: int, sequence: bool, itemsize: int, recomputes: bool
+) -> Traffic:
+    """Count a step of tensor ranks, but for the sums of the objective, a few numbers a token.
+
+    Args:
+        tokens: of a micro-batch.
+        sequence: whether the residual stream is cut, see `apply`.
+        itemsize: bytes of a number that a block returns.
+        recomputes: whether the backward computes layers again: all of them but their last sum.
+    """
+    parameters = list(model.parameters())
+    blocks = sum(isinstance(each, DTensor) and each.placements[-1].is_shard(1) for each in parameters)
+    enters = leaves = blocks
+    if recomputes:
+        enters, leaves = 2 * blocks, 2 * blocks - len(layers_of(model))
+    numbers = tokens * model.head.weight.shape[1]  # type: ignore[union-attr]
+    wide, narrow = 4.0 * numbers, float(itemsize) * numbers
+    gathered = scattered = 0.0
+    summed = 2 * wide  # the embedding, and the gradient of hidden states at the head
+    if sequence:
+        gathered = wide * (enters + 2) + narrow * blocks
+        scattered = narrow * leaves + wide * blocks
+    else:
+        summed += narrow * leaves + wide * blocks
+    once = sum(4.0 * model.get_parameter(each).numel() for each in model.once)
+    return Traffic(
+        all_gather=micro_batches * gathered,
+        reduce_scatter=micro_batches * scattered,
+        all_reduce=micro_batches * summed + once,
+    )
 
 
 class _Cutting:
@@ -279,7 +362,8 @@ def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = 
         hidden_BTD = model(tokens_BT)
         chance = torch.Generator().manual_seed(1)
         towards_BTD = torch.randn(hidden_BTD.shape, generator=chance).to(hidden_BTD)
-        gradients = torch.autograd.grad((hidden_BTD * towards_BTD).sum(), [parameters[each] for each in names])
+        wanted = [parameters[each] for each in names]  # none of a teacher
+        gradients = torch.autograd.grad((hidden_BTD * towards_BTD).sum(), wanted) if names else ()
     for module in training:
         module.training = True
     found = {"the hidden states": hidden_BTD.detach().cpu()}

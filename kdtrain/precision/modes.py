@@ -87,9 +87,14 @@ def why_not_tf32(device: torch.device) -> str | None:
     return None if major >= 8 else f"compute capability {major}.{minor}, and TF32 needs 8.0 (Ampere)"
 
 
-def compiles_teacher(wanted: bool, device: torch.device) -> bool:
-    """Return whether to compile a teacher's layers: not on a CPU, where a small cache waits longer than it gains."""
-    return wanted and device.type == "cuda"
+def compiles_teacher(wanted: bool, device: torch.device, cut: bool = False) -> bool:
+    """Whether a teacher's layers are compiled: not on a CPU, where a small cache would wait longer than it gains, and
+    not where they are cut over tensor ranks.
+    """
+    wanted = wanted and device.type == "cuda"
+    if wanted and cut:
+        log.info("the teacher is not compiled: torch.compile fails on the parts of tensor ranks")
+    return wanted and not cut
 
 
 def why_not_compile(device: torch.device) -> str | None:

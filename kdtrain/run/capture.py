@@ -33,8 +33,9 @@ from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
 from kdtrain.models.spec import ModelSpec, read_spec, with_weights
 from kdtrain.objective.divergence import refuse
+from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.parallel.layout import RankLayout
-from kdtrain.parallel.memory_plan import ModelFootprint, shards_teacher
+from kdtrain.parallel.memory_plan import shards_teacher
 from kdtrain.precision.modes import MODES, pick_mode
 from kdtrain.ranks import free_everywhere, is_main, on_main, peak_memory_mb, raise_on_all_ranks, world_size
 from kdtrain.run.build_cache import (
@@ -75,6 +76,9 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
     ordered: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
     """
     on_main(lambda: refuse_no_folder(config.out))
+    layout, tensor = None, config.parallel.teacher_tensor_parallel
+    if tensor > 1:
+        layout = RankLayout.of_ranks(device, tensor, option="--teacher-tensor-parallel")
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
         seq_len = config.data.seq_len if refined is None else refined.manifest.settings.seq_len
@@ -88,6 +92,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
             log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
             mode = pick_mode(before, device)
         teacher = open_teacher(spec, device, mode)
+        if layout is not None:
+            teacher.cut(layout, alike=1)
         if remote is not None:
             remote.connect(teacher, config.codec)
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
@@ -135,7 +141,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them
-    mesh = RankLayout.of_ranks(device).mesh if sharded else None
+    mesh = (layout or RankLayout.of_ranks(device)).mesh if sharded else None
     teacher.prepare(mesh=mesh, compile=config.compile and not config.text.generate)
     if config.dry_run:
         return _plan(config, teacher, refined, model, "")

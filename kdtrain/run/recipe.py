@@ -172,7 +172,11 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
 
     UsageError: data, cache, student or options do not fit together. RunError: the folder cannot be written.
     """
-    layout = RankLayout.of_ranks(device, given.parallel.tensor_parallel, given.parallel.shard_size)
+    own = given.parallel
+    layout = RankLayout.of_ranks(device, own.tensor_parallel, own.shard_size)
+    teachers = layout  # whose ranks compute a forward of the teacher together
+    if own.teacher_tensor_parallel not in (1, own.tensor_parallel):
+        teachers = RankLayout.of_ranks(device, own.teacher_tensor_parallel, option="--teacher-tensor-parallel")
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
     attention, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
@@ -181,8 +185,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
         student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
-        student = _with_base_weights(given, student, formats, device)
-        teacher = _open_teacher(given, student, formats, device)
+        student = with_base_weights(given, student, formats, device)
+        teacher = open_run_teacher(given, student, formats, device, teachers)
     data = PlanRequest(
         config=given,
         student=student,
@@ -190,7 +194,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         device=device,
         held=held,
         trial=earlier is not None,
-        capturing=partial(_capturing, given, student, device),
+        capturing=partial(capturing_of, given, student, device),
         names=(*given.plans,),
     ).next()
     masked = on_main(data.masked)
@@ -211,15 +215,17 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         student = replace(student, attention=attention)
         footprint = None if teacher is None else teacher.footprint(seq_len)
         job = job_of(given, formats.high, device, student, seq_len, size, footprint)
-        micro = _micro_batch(given, layout.data_size, job, free)
-        plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
-        if facts is not None and facts.alignment is not None and teacher is not None and plan.teacher == "fsdp":
+        micro = micro_batch(given, layout.data_size, job, free)
+        can_cut = partial(tensor_ranks_fit, given, student, size, facts, formats)
+        plan = plan_run(given, job and replace(job, micro_batch_size=micro), free, can_cut)
+        together = plan.teacher == "fsdp" or own.teacher_tensor_parallel > 1
+        if facts is not None and facts.alignment is not None and teacher is not None and together:
             raise UsageError(
-                "a teacher with another tokenizer reads other numbers of rows on each rank, and cannot be sharded; use "
-                "--teacher-parallel replicate, or a cache"
+                "a teacher with another tokenizer reads other numbers of rows on each rank, and cannot be sharded or "
+                "cut over ranks; use --teacher-parallel replicate without --teacher-tensor-parallel, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
-        _refuse_with_tensor_ranks(given, student, size, facts, formats)
+        refuse_with_tensor_ranks(given, student, size, facts, formats)
         lr, lr_from = _rate(given, student, size, rate)
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
@@ -256,51 +262,20 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     )
 
 
-def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> dict[str, Any]:
-    """Return the plan of a run in `--world-size` ranks as a table, from shapes alone: it loads and writes nothing.
-
-    UsageError: data, cache, student or options do not fit together, or not into `--device-memory`.
-    """
-    student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
-    student, own = _with_base_weights(given, student, formats, device), given.parallel
-    teacher = _open_teacher(given, student, formats, device)
-    options: dict[str, Any] = {"config": given, "student": student, "teacher": teacher, "device": device}
-    options |= {"held": held, "trial": True, "capturing": partial(_capturing, given, student, device)}
-    facts, seq_len, size = None, given.data.seq_len, None if teacher is None else teacher.vocab_size
-    if given.data.data is None:  # text is not read
-        facts = PlanRequest(**options, names=(*given.plans,)).next().facts
-    if facts is not None:
-        seq_len, size = facts.seq_len, facts.vocab_size
-    world = cast(int, given.world_size)
-    if world % own.tensor_parallel:
-        raise UsageError(f"--tensor-parallel {own.tensor_parallel} does not divide --world-size {world}")
-    _refuse_with_tensor_ranks(given, student, size, facts, formats)
-    footprint = None if teacher is None else teacher.footprint(seq_len)
-    job = job_of(given, formats.high, device, student, seq_len, size, footprint)
-    free, ranks = own.device_memory and own.device_memory * 2**30, world // own.tensor_parallel
-    micro = _micro_batch(given, ranks, job, free)
-    plan = plan_run(given, job and replace(job, micro_batch_size=micro), free)
-    return {
-        "student": {"name": student.name, "parameters": student_parameters(student, size)},
-        "parallel": {"ranks": world, "data ranks": ranks, **plan.table()},
-        "plan": str(plan),
-        "mode": formats.high,
-        "batch": f"{given.batch_size} x {seq_len} tokens, {given.batch_size // (micro * ranks)} micro-batches of "
-        f"{micro} on each data rank",
-    }
-
-
-def _open_teacher(
-    config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device
+def open_run_teacher(
+    config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device, layout: RankLayout
 ) -> "OnlineTeacher | None":
-    """Open the online teacher, without its weights; None in a run without one."""
+    """Open the online teacher, without its weights, for the ranks of `layout`; None in a run without one."""
     if config.teacher is None or not config.online:
         return None
     from kdtrain.teaching.online import open_online_teacher
 
     spec = teacher_spec(config.teacher, student)
     spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
-    return open_online_teacher(spec, device, formats.high)
+    teacher = open_online_teacher(spec, device, formats.high)
+    if config.parallel.teacher_tensor_parallel > 1:
+        teacher.cut(layout, alike=min(layout.tensor_size, config.parallel.tensor_parallel))
+    return teacher
 
 
 def _refuse_other_tokenizer(
@@ -320,7 +295,7 @@ def _refuse_other_tokenizer(
         refuse_tokenizer(own, theirs)
 
 
-def _refuse_with_tensor_ranks(
+def refuse_with_tensor_ranks(
     config: DistillConfig, student: ModelSpec, vocab_size: int | None, facts: Facts | None, formats: Formats
 ) -> None:
     """Refuse what tensor parallelism is not made for, where the options ask for it."""
@@ -328,6 +303,23 @@ def _refuse_with_tensor_ranks(
         from kdtrain.parallel.tensor import refuse_with  # which other runs do not load
 
         refuse_with(config, student, vocab_size, facts, formats)
+
+
+def tensor_ranks_fit(
+    config: DistillConfig,
+    student: ModelSpec,
+    vocab_size: int | None,
+    facts: Facts | None,
+    formats: Formats,
+    ranks: int,
+) -> bool:
+    """Whether so many tensor ranks could cut the student of a run."""
+    try:
+        config = replace(config, parallel=replace(config.parallel, tensor_parallel=ranks))
+        refuse_with_tensor_ranks(config, student, vocab_size, facts, formats)
+    except UsageError:
+        return False
+    return True
 
 
 def _rate(
@@ -458,7 +450,7 @@ def _lora(config: DistillConfig, student: ModelSpec) -> LoraConfig | None:
     return lora
 
 
-def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats, device: torch.device) -> ModelSpec:
+def with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats, device: torch.device) -> ModelSpec:
     """Return the student's spec with the format of its frozen weights; refuse what that cannot be combined with."""
     spec = with_weights(spec, config.base_weights, "--base-weights", config.parallel.parallel)
     if (kind := spec.weights) is None:
@@ -479,7 +471,7 @@ def _with_base_weights(config: DistillConfig, spec: ModelSpec, formats: Formats,
     return spec
 
 
-def _micro_batch(config: DistillConfig, ranks: int, job: Job | None, free: float | None) -> int:
+def micro_batch(config: DistillConfig, ranks: int, job: Job | None, free: float | None) -> int:
     """Return the sequences in one forward of a rank; with `--micro-batch-size auto` as many as fit."""
     batch, micro = config.batch_size, config.micro_batch_given
     if (size := config.parallel.shard_size) is not None and ranks % size:
@@ -576,9 +568,10 @@ def _refuse_divergence(objective: ObjectiveConfig, targets: list[tuple[int, int,
         )
 
 
-def _capturing(
+def capturing_of(
     run: DistillConfig, student: ModelSpec, device: torch.device, config: CacheTeacherConfig
 ) -> Callable[[Ordered], None]:
+    """Return `run.capture.capturing` of a run."""
     from kdtrain.run.capture import capturing  # a run that captures nothing does without
 
     return capturing(run, student, device, config)

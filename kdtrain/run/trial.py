@@ -33,7 +33,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import OptimizerConfig
 from kdtrain.errors import RunError, log
-from kdtrain.models.head import layers_of
+from kdtrain.models.head import SplitModel, layers_of
 from kdtrain.models.loading import active_parameters
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.rules import initial_loss
@@ -52,7 +52,8 @@ from kdtrain.ranks import (
 )
 from kdtrain.run.build import build
 from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder, write_config_to_copy
-from kdtrain.run.recipe import Recipe, plan_ranks, resolve, run_device
+from kdtrain.run.planned import plan_ranks
+from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
 from kdtrain.tables import Table, show
 from kdtrain.training.optimizers import make_optimizer
@@ -248,25 +249,39 @@ def _estimates(run: Run, out: Path) -> dict[str, Any]:
     }
 
 
-def gigabytes_sent(student: nn.Module, recipe: Recipe, micro_batches: int) -> float:
-    """Return the GB that a rank sends over a ring in a step, by its formula (`parallel.parallelize`)."""
-    world, plan = world_size(), recipe.plan
+def gigabytes_sent(student: SplitModel, recipe: Recipe, micro_batches: int) -> float:
+    """GB that a rank sends over rings in a step, by the formulas of `parallel.parallelize` and `parallel.tensor`."""
+    layout, plan, config, world = recipe.layout, recipe.plan, recipe.config, recipe.layout.data_size
+    itemsize, among = 4 if recipe.formats.gathered is None else 2, 0.0
+    if layout.tensor_size > 1:
+        from kdtrain.parallel import tensor
+
+        seq_len = recipe.facts.seq_len
+        among = tensor.traffic(
+            student,
+            recipe.micro * seq_len,
+            micro_batches=micro_batches,
+            sequence=config.parallel.cuts_rows(seq_len, config.objective),
+            itemsize=itemsize,
+            recomputes=config.activation_checkpointing,
+        ).sent(layout.tensor_size, layout.tensor_size)
     if plan.student != "fsdp":
-        return parallelize.ddp([each.shape for each in student.parameters() if each.requires_grad]).sent(1, world) / 1e9
+        parts = [parallelize.part_shape(each) for each in student.parameters() if each.requires_grad]
+        return (among + parallelize.ddp(parts).sent(1, world)) / 1e9
     layers = layers_of(student)
     inside = {id(each) for layer in layers for each in layer.parameters()}
     sharing = plan.shard_size or world
     traffic = parallelize.fsdp(
-        [[each.shape for each in layer.parameters()] for layer in layers],
-        [each.shape for each in student.parameters() if id(each) not in inside],
+        [[parallelize.part_shape(each) for each in layer.parameters()] for layer in layers],
+        [parallelize.part_shape(each) for each in student.parameters() if id(each) not in inside],
         sharing=sharing,
         replicas=world // sharing,
         micro_batches=micro_batches,
-        gathered=4 if recipe.formats.gathered is None else 2,
+        gathered=itemsize,
         accumulate=plan.accumulate,
-        frozen=[each.shape for each in student.parameters() if not each.requires_grad],
+        frozen=[parallelize.part_shape(each) for each in student.parameters() if not each.requires_grad],
     )
-    return traffic.sent(sharing, world // sharing) / 1e9
+    return (among + traffic.sent(sharing, world // sharing)) / 1e9
 
 
 def _schedule(total: int, options: OptimizerConfig, auto: str | None) -> str:

@@ -4,14 +4,16 @@ The layers run in the requested mode, and the output head's product ends in fp32
 rounds a logit of 20 by up to 0.06 before the softmax. While a run trains, the teacher returns hidden states and the
 loss makes its logits a few rows at a time.
 
-The output head is held beside the model and whole on each rank, also where the model is sharded: no loss gathers it.
+The output head is held beside the model and whole on each rank, also where the model is sharded or cut over tensor
+ranks: no loss gathers it, each rank makes the logits of its own rows, and of its own columns where the student's head
+is in parts. Tensor ranks that read different sequences compute one rank's after another's.
 
 Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,11 +31,14 @@ from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import HeadPart, SplitModel, layer_widths, split
 from kdtrain.models.hub import opened
 from kdtrain.models.loading import adapted, check_fits, load_teacher, model_digest, vocabulary
+from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.engine.matmul import wide_product
 from kdtrain.objective.targets import OnlineTargets
-from kdtrain.parallel.memory_plan import USABLE, ModelFootprint, footprint_of
+from kdtrain.parallel.footprint import ModelFootprint, footprint_of
+from kdtrain.parallel.layout import RankLayout
+from kdtrain.parallel.memory_plan import USABLE
 from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
@@ -53,6 +58,9 @@ class LocalTeacher(OnlineTeacher):
     16-bit weights keep their dtype."""
 
     _compiled: CompiledLayers | None = None
+    _cut: tuple[RankLayout, int] | None = None
+    _in_turns: Callable[..., Any] | None = None
+    """Calls the model of tensor ranks, which may have sequences of their own."""
 
     @classmethod
     def of(cls, model: SplitModel | PreTrainedModel, mode: str = "fp32") -> "LocalTeacher":
@@ -65,7 +73,9 @@ class LocalTeacher(OnlineTeacher):
 
     def __str__(self) -> str:
         how = f"{self.mode} on {self.device}"
-        if self.sharded:
+        if self._cut is not None:
+            how += f", cut over {self._cut[0].tensor_size} ranks"
+        elif self.sharded:
             how += ", sharded"
         if self._compiled:
             how += ", compiled"
@@ -95,12 +105,25 @@ class LocalTeacher(OnlineTeacher):
         """Measure the model's footprint, from its configuration alone."""
         self._refuse_weights()
         how = {"seq_len": seq_len, "mode": self.mode, "on_gpu": self.device.type == "cuda"}
-        return footprint_of(self.spec, vocab_size=None, trained=False, **how)
+        found = footprint_of(self.spec, vocab_size=None, trained=False, **how)
+        if found is None or self._cut is None:
+            return found
+        return dataclasses.replace(found.part(self._cut[0].tensor_size, None), vocabulary=found.vocabulary)
+
+    def cut(self, layout: RankLayout, alike: int) -> None:
+        """Cut the layers and the embedding by the plan of transformers; each rank keeps the whole output head."""
+        from kdtrain.parallel.tensor import TEACHER, refuse_plan
+
+        if self.spec.weights is not None:
+            raise UsageError(f"{TEACHER} cannot cut --teacher-weights {self.spec.weights}; leave one of them out")
+        refuse_plan(configuration(self.spec, None), self.name, layout.tensor_size, self.vocab_size, TEACHER)
+        self._cut, self.sharded = (layout, alike), layout.tensor_size > alike
 
     def load(self, sharded: bool = False) -> None:
-        """Load the model; on the CPU if it is sharded or packed later: it may be too large for one device."""
+        """Load the model; on the CPU if it is cut, sharded or packed later: it may be too large for one device."""
         self._refuse_weights()
-        model = load_teacher(self.spec, "cpu" if sharded or self.spec.weights else str(self.device))
+        later = sharded or self.spec.weights is not None or self._cut is not None
+        model = load_teacher(self.spec, "cpu" if later else str(self.device))
         self._use(split(model.float() if self.mode == "fp32" else model))
         if not self.model.fused:
             log.info("teacher %s: output head not split off: %s", self.name, self.model.reason)
@@ -154,13 +177,23 @@ class LocalTeacher(OnlineTeacher):
         check_fits(self.model, self.name, seq_len, document_mask)
 
     def prepare(self, *, mesh: Any = None, compile: bool = False) -> None:
-        """Shard the model, then compile its layers on a GPU: without timing kernels, which could change the bits."""
+        """Cut and shard the model, then compile its layers on a GPU: without timing kernels, which could change the
+        bits.
+        """
         self.pack(())
-        self.sharded = mesh is not None
-        if mesh is not None:
+        if mesh is not None or self._cut is not None:
             _ = self.digest  # of the whole weights
+        if self._cut is not None:
+            from kdtrain.parallel import tensor
+
+            how: dict[str, Any] = {"vocab_size": self.vocab_size, "sequence": False, "option": tensor.TEACHER}
+            tensor.apply(self.model, self._cut[0], self.device, **how)
+            if self.sharded:
+                self._in_turns = tensor.in_turns(*self._cut)
+        if mesh is not None:
+            self.sharded = True
             shard(self.model, mesh)
-        if compiles_teacher(compile, self.device):
+        if compiles_teacher(compile, self.device, self._cut is not None):
             self._compiled = CompiledLayers(self.model, options={"deterministic": True})
 
     def hidden_states(
@@ -172,6 +205,8 @@ class LocalTeacher(OnlineTeacher):
         """
         inputs = tokens_BT.to(self.device), None if segments_BT is None else segments_BT.to(self.device), layers
         forward = CompiledLayers.calling(self.model.__call__)  # of one that teaches itself the layers are compiled too
+        if self._in_turns is not None:
+            forward = partial(self._in_turns, forward)
         with torch.no_grad(), autocast(self.mode, self.device):
             hidden_BTD, states = forward(*inputs) if layers else (forward(*inputs), [])
         reshard(self.model)
@@ -279,6 +314,10 @@ class SelfTeacher(LocalTeacher):
         """Measure the teacher's forward alone: the weights are the student's."""
         found = super().footprint(seq_len)
         return found and dataclasses.replace(found, parameters=0, in_layers=0, weight_bytes=4)
+
+    def cut(self, layout: RankLayout, alike: int) -> None:
+        """UsageError: it is the student, which is cut by --tensor-parallel."""
+        raise UsageError("--teacher-tensor-parallel cannot cut --teacher self, which is the student; leave it out")
 
     def load(self, sharded: bool = False) -> None:
         """Do nothing: `meet` brings the weights."""

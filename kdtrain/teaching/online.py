@@ -17,7 +17,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import DenseTargets
-from kdtrain.parallel.memory_plan import ModelFootprint
+from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.teaching import teacher
 
 

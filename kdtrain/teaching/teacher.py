@@ -6,9 +6,10 @@ A cache is built from its `answers`; one that may also teach a run while it trai
 The stages of a teacher, so that the memory plan comes before the weights, and an error of one rank before collectives:
 
     open_teacher            reads configurations only; `vocab_size` and `footprint` are known
+    cut                     the same; plans the parts of tensor ranks
     load, check, meet       one rank at a time may fail
     pack                    the same; weights in fewer bits, where the spec asks for them, and their cost
-    prepare                 shards and compiles; every rank must call it
+    prepare                 cuts, shards and compiles; every rank must call it
     targets, answers        in any number
 """
 
@@ -28,7 +29,8 @@ from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.batch import Batch
-from kdtrain.parallel.memory_plan import ModelFootprint
+from kdtrain.parallel.footprint import ModelFootprint
+from kdtrain.parallel.layout import RankLayout
 
 MEASURED = 64
 """Most sequences on which the cost of packed weights is measured."""
@@ -105,6 +107,13 @@ class Teacher:
     def footprint(self, seq_len: int) -> ModelFootprint | None:
         """Estimate the memory of a forward of sequences of `seq_len`, before loading; None if there is no estimate."""
         return None
+
+    def cut(self, layout: RankLayout, alike: int) -> None:
+        """Have `prepare` cut the model over the tensor ranks of a layout; called before `footprint` and `load`.
+
+        alike: how many of these, one behind the other, always read the same sequences. UsageError: it cannot be cut.
+        """
+        raise UsageError(f"--teacher-tensor-parallel cannot cut a teacher of kind {self.spec.kind}; leave it out")
 
     def load(self, sharded: bool = False) -> None:
         """Load its weights; `sharded`: `prepare` will shard them. UsageError: they cannot be loaded."""

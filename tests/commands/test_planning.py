@@ -1,5 +1,7 @@
 """The memory of a run and of a cache is planned, and refused where it is too much, before a weight is loaded."""
 
+import time
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from kdtrain import cli, ranks
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import read_spec
-from kdtrain.parallel import memory_plan
+from kdtrain.parallel import footprint, memory_plan
 from kdtrain.parallel.memory_plan import USABLE
 
 STUDENT = ("--student", "student.toml")
@@ -75,11 +77,25 @@ def test_a_run_of_more_ranks_is_planned_from_shapes_and_writes_nothing(weightles
     assert weightless.everything() == before
 
 
+def test_the_recipe_of_7_billion_is_planned_in_seconds_and_shows_what_stays_and_what_else_fits(workbench):
+    common = ("distill", "--dry-run", "--world-size", 8, "--student", "qwen2-7b", "--data", "stdlib", "--alpha", 0)
+    shape = ("--seq-len", 32768, "--batch-size", 128, "--micro-batch-size", 1, "--activation-checkpointing")
+    options = (*common, *shape, "--precision", "bf16", "--device-memory", 80, "--out", "dry")
+    started = time.process_time()
+    cut = workbench.json(*options, "--tensor-parallel", 4)["parallel"]
+    assert time.process_time() - started < 30
+    assert (cut["data ranks"], cut["student"], cut["tensor ranks"]) == (2, "ddp", 4)
+    assert cut["of it, whatever the tensor ranks"] == {"output head": 0.438}
+    whole = workbench.json(*options)["parallel"]
+    assert whole["student"] == "fsdp" and whole["GiB a rank"] > cut["GiB a rank"]
+    assert whole["proposed"].startswith("--tensor-parallel 4 (no rank has room for a whole copy; the ranks of a node")
+
+
 def test_a_model_that_cannot_be_measured_is_planned_without_numbers(workbench, monkeypatch, caplog):
     def needs_numbers(*_, **__):
         raise RuntimeError("a tensor\nwithout numbers")
 
-    monkeypatch.setattr(memory_plan, "model_footprint", needs_numbers)
+    monkeypatch.setattr(footprint, "model_footprint", needs_numbers)
     config = cli.parse("distill", ["--cache", "cache", *STUDENT, "--out", "x"])
     assert job(config) is None and memory_plan.plan_run(config, None, free=1e6).needs == {}
 

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.read.reader import LocalCache
+from kdtrain.cache.tools.verify import verify_cache
 
+CUT = ("--teacher-tensor-parallel", 2)
 OPTIONS = ("--teacher", "teacher", "--sequences-per-shard", 3, "--batch-size", 2, "--top-k", 4, "--num-samples", 6)
 
 
@@ -93,6 +97,25 @@ def test_a_sharded_teacher_builds_the_cache_of_a_whole_one(ranks, of_one, world)
     _same(ranks.ok(world, out, "--teacher-parallel", "fsdp"), of_one)
 
 
+@pytest.mark.parametrize(
+    "world, more", [(2, ()), pytest.param(4, ("--teacher-parallel", "fsdp"), marks=pytest.mark.torture)]
+)
+def test_tensor_ranks_of_a_teacher_build_the_cache_of_a_whole_one_but_for_ties(ranks, of_one, world, more) -> None:
+    """Rank 0 has more shards than others, and each its own sequences; sums in parts round the last bit otherwise."""
+    found, expected = (LocalCache(each) for each in (ranks.ok(world, f"cut-{world}", *CUT, *more), of_one))
+    assert found.manifest.settings == expected.manifest.settings and verify_cache(found.folder) == []
+    differing, entries = 0, 0
+    for split in expected:
+        for one, other in zip(expected[split], found[split], strict=True):
+            for name in ("tokens", "loss_mask", "segments"):
+                assert torch.equal(one[name], other[name])
+            for name in ("ids", "counts"):
+                differing, entries = differing + int((one[name] != other[name]).sum()), entries + one[name].numel()
+            for name in ("logprobs", "label_logprob", "tail"):
+                assert (one[name] - other[name]).abs().max() < 0.06, "more than one step of a stored code"
+    assert differing <= entries / 1000
+
+
 def test_a_refinement_is_the_same_in_several_ranks_also_after_one_was_killed(ranks) -> None:
     samples = ("--teacher", "teacher", "--sequences-per-shard", 3, "--num-samples", 5, *ranks.bench.small)
     ranks.bench.ok(1, "cache-teacher", *samples, "--out", "samples")
@@ -136,12 +159,26 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
         plans[engine] = done.json["parallel"]
     assert [(plan["ranks"], plan["student"]) for plan in plans.values()] == [(2, "ddp"), (2, "fsdp")]
     assert plans["ddp"]["of it"] != plans["fsdp"]["of it"]
+    tensor = ("--tensor-parallel", 2, "--precision", "fp32", "--log-to", "none")
+    done = ranks.bench.ok(2, "distill", *run[:6], *tensor, "--steps", 2, "--out", "dry", "--dry-run", "--json")
+    assert "not compiled: torch.compile fails on the parts of tensor ranks" in done.stderr
+    assert done.json["compiled"] is False and done.json["parallel"]["tensor ranks"] == 2
+    numbers = 4 * 8 * 32 * 32  # bytes of the hidden states of all rows; the student has one layer, of two blocks
+    in_parts = numbers * (2 + 2 + 2) + numbers * (2 + 2)  # begun, left and joined again, and summed up
+    sent = in_parts / 2 + (2 * numbers + 4 * 3 * 32)  # and embedding, head and three norms
+    assert done.json["parallel"]["GB sent a step"] == pytest.approx(sent / 1e9)
     # with one micro-batch in fp32 both send the same: half of gathering twice and scattering once, or of two exchanges
     assert plans["fsdp"]["GB sent a step"] > 0.5 * plans["ddp"]["GB sent a step"] > 0
 
 
 def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
     for more, said in (
+        (
+            ("--teacher-tensor-parallel", 3),
+            "--teacher-tensor-parallel 3 does not divide 2 ranks; start",
+        ),
+        ((*CUT, "--teacher-parallel", "fsdp"), "--teacher-parallel fsdp needs more than 2 processes"),
+        ((*CUT, "--teacher-weights", "int8"), "--teacher-tensor-parallel cannot cut --teacher-weights int8"),
         (("--data", "missing"), "--data is given 2 times"),
         (("--top-k", 301), "more than the vocabulary of 300"),
     ):

@@ -17,7 +17,7 @@ from kdtrain.models.head import SplitModel, split
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.parallel.memory_plan import model_footprint
+from kdtrain.parallel.footprint import model_footprint
 from kdtrain.testing import SHAPES, tiny_model
 from kdtrain.training.student import Student
 

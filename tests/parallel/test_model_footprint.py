@@ -11,8 +11,8 @@ from kdtrain.errors import UsageError
 from kdtrain.models.adapters import inject
 from kdtrain.models.attention import CAUSAL
 from kdtrain.models.spec import ModelSpec
-from kdtrain.parallel import memory_plan
-from kdtrain.parallel.memory_plan import model_footprint
+from kdtrain.parallel import footprint, memory_plan
+from kdtrain.parallel.footprint import model_footprint
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 
@@ -134,7 +134,7 @@ def test_transformers_asks_nothing_on_stdin_while_a_model_is_measured(monkeypatc
         seen.append(dynamic_module_utils.TIME_OUT_REMOTE_CODE)
         raise ValueError("no such model")
 
-    monkeypatch.setattr(memory_plan.AutoModelForCausalLM, "from_config", unknown)
+    monkeypatch.setattr(footprint.AutoModelForCausalLM, "from_config", unknown)
     with pytest.raises(ValueError, match="no such model"):
         model_footprint(spec("llama"), vocab_size=300, seq_len=8, mode="fp32", trained=True)
     assert seen == [0] and dynamic_module_utils.TIME_OUT_REMOTE_CODE > 0

@@ -1,18 +1,24 @@
 """The plan: student and teacher whole or sharded, by what fits; what is refused, and what would help."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from kdtrain.config.choices import TEACHERS
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import LoraConfig, ObjectiveConfig, ParallelConfig, PrecisionConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import tensor
-from kdtrain.parallel.memory_plan import GIB, USABLE, Job, ModelFootprint, choose, estimated
+from kdtrain.parallel.footprint import ModelFootprint
+from kdtrain.parallel.layout import RankLayout
+from kdtrain.parallel.memory_plan import GIB, USABLE, Job, choose, estimated, plan_run, propose
 from kdtrain.parallel.memory_plan import MemoryPlan as Plan
+from kdtrain.precision.modes import compiles_teacher
 from kdtrain.run.capture import capturing
 from kdtrain.testing import SHAPES
 
@@ -36,6 +42,7 @@ class Model:
     frozen_in_layers: int = 0
     frozen_head: bool = False
     packed: bool = False
+    cut: int = 1
 
     @property
     def trained(self) -> int:
@@ -239,7 +246,7 @@ QUANTISED = type("Formats", (), {"choice": "fp8"})()
 @pytest.mark.parametrize(
     "shape, changes, size, words",
     [
-        ("gpt2", {}, 2, "transformers has no plan for"),
+        ("gpt2", {}, 2, "has no plan for s (gpt2)"),
         ("llama", {}, 4, "does not divide num_key_value_heads = 2 of s; choose 2"),
         ("llama", {"intermediate_size": 63}, 2, "intermediate_size = 63"),
         ("llama", {"num_key_value_heads": 1}, 2, "use --parallel fsdp"),
@@ -255,6 +262,19 @@ def test_a_student_that_tensor_ranks_cannot_cut_is_refused_by_what_they_can(shap
     with pytest.raises(UsageError) as caught:
         tensor.refuse_with(given, spec, 1 if "vocab_size" in changes else 300, None, NO_CHOICE)
     assert words in str(caught.value) and "--tensor-parallel" in str(caught.value)
+
+
+@pytest.mark.parametrize("library, found", [("torch", "2.10.1+cu128"), ("transformers", "5.16.2")])
+def test_releases_whose_plans_are_too_old_are_refused_with_their_version(monkeypatch, library, found):
+    installed = {"torch": "2.11.0", "transformers": "5.17.0"}
+    monkeypatch.setattr(tensor.metadata, "version", lambda name: installed[name])
+    config = configuration(ModelSpec(name="s", config=SHAPES["llama"], init="scratch"), 300)
+    assert tensor.refuse_plan(config, "s", 2, 300)
+    installed[library] = found
+    with pytest.raises(
+        UsageError, match=rf"needs {library} \S+ or newer, and {re.escape(found)} is installed; upgrade"
+    ):
+        tensor.refuse_plan(config, "s", 2, 300)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +294,56 @@ def test_what_tensor_ranks_are_not_made_for_is_refused_by_name(options, spec, fo
         tensor.refuse_with(given, student, 300, dense, formats)
 
 
+@pytest.mark.parametrize(
+    "name, spec, words",
+    [
+        ("local", {"config": SHAPES["gpt2"]}, r"transformers 5\S* has no plan for t .gpt2.*; use --teacher-parallel"),
+        ("local", {"config": SHAPES["llama"] | {"num_key_value_heads": 1}}, "not divide num_key_value_heads = 1 of t"),
+        ("local", {"config": SHAPES["llama"], "weights": "int8"}, "cannot cut --teacher-weights int8"),
+        ("self", {"config": SHAPES["llama"]}, "cannot cut --teacher self"),
+    ],
+)
+def test_a_teacher_that_tensor_ranks_cannot_cut_is_refused_before_it_is_loaded(name, spec, words):
+    spec["config"] = spec["config"] | {"vocab_size": 300}
+    teacher = TEACHERS.get(name)(ModelSpec(name="t", init="scratch", **spec), torch.device("cpu"), "fp32")
+    with pytest.raises(UsageError, match=f"^--teacher-tensor-parallel.*{words}"):
+        teacher.cut(RankLayout(tensor_size=2), alike=1)
+
+
+def test_a_teacher_of_tensor_ranks_is_planned_in_parts_but_for_its_output_head():
+    config = SHAPES["llama"] | {"vocab_size": 300, "tie_word_embeddings": False}
+    spec = ModelSpec(name="t", init="scratch", config=config)
+    whole, cut = (TEACHERS.get("local")(spec, torch.device("cpu"), "fp32") for _ in range(2))
+    cut.cut(RankLayout(tensor_size=2), alike=1)
+    one, half = (each.footprint(16) for each in (whole, cut))
+    assert (half.parameters, half.vocabulary, half.cut) == (one.parameters / 2, 300, 2)
+    held = [
+        estimated(Plan("ddp", "replicate"), replace(JOB, teacher=each), 2).needs["teacher"] - 4 * 16 / 2 * 128 * 32
+        for each in (one, half)
+    ]
+    assert held == [4 * one.parameters, 4 * one.parameters / 2 + 4 * 300 * 32]
+
+
+def test_the_layers_of_a_teacher_that_is_cut_are_not_compiled_and_the_log_has_why(caplog):
+    caplog.set_level("INFO", "kdtrain")
+    assert compiles_teacher(True, torch.device("cuda")) and not caplog.text
+    assert not compiles_teacher(True, torch.device("cuda"), cut=True)
+    assert "the teacher is not compiled: torch.compile fails on the parts of tensor ranks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "parallel, words",
+    [
+        ({"teacher_tensor_parallel": 2}, "has no effect without an online teacher"),
+        ({"teacher_tensor_parallel": 2, "tensor_parallel": 3}, "one must divide the other"),
+        ({"teacher_tensor_parallel": 2, "teacher_parallel": "fsdp"}, "leave --teacher-parallel fsdp out"),
+    ],
+)
+def test_tensor_ranks_of_a_teacher_that_cannot_be_are_refused(parallel, words):
+    with pytest.raises(UsageError, match=words):
+        DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=ParallelConfig(**parallel))
+
+
 def test_a_cache_that_is_made_while_tensor_ranks_train_is_refused():
     given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=ParallelConfig(tensor_parallel=2))
     with pytest.raises(UsageError, match=r"^--tensor-parallel cannot be used with a cache that is made"):
@@ -287,3 +357,61 @@ def test_a_part_of_a_model_is_what_a_tensor_rank_has_of_it():
     assert (whole.part(4, 16.0).parameters, whole.part(4, 16.0).vocabulary) == (250, 26)
     assert whole.part(4, 16.0).kept == 32 + (100 - 32) / 4  # of both layers all positions
     assert whole.part(4, None).kept == 100
+
+
+FOOTPRINT = ModelFootprint(
+    **{"name": "m", "parameters": 50_000_000, "layers": 10, "in_layers": 49_000_000, "width": 64},
+    **{"vocabulary": 1000, "tied": False, "kept": 10_000.0},
+)
+
+
+def test_the_plan_says_which_part_does_not_fall_with_tensor_ranks():
+    job = replace(LONG, student=FOOTPRINT)
+    plans = {ranks: estimated(Plan("single", "none"), job.cut(ranks, rows=True), 1) for ranks in (2, 4, 8)}
+    stays, tokens = plans[2].stays, 16 * 12_800
+    # of each layer what its two blocks take in, in 16 bits
+    assert stays["activations"] == pytest.approx(tokens * 10 * 2 * 64 * 2)
+    assert stays["output head"] == pytest.approx(tokens * 2 * 2 * 64, rel=1e-4), "hidden states and theirs"
+    for ranks, plan in plans.items():
+        assert plan.stays == stays and plan.moment == "head"
+        for name, each in plan.needs.items():
+            falls = plans[2].needs[name] - stays[name]
+            assert each - stays[name] == pytest.approx(falls * 2 / ranks, rel=1e-3, abs=1e5), name
+    shown = plans[4].table()["of it, whatever the tensor ranks"]
+    assert shown == {name: round(stays[name] / GIB, 3) for name in ("activations", "output head")}
+    whole = estimated(Plan("single", "none"), job.cut(2, rows=False), 1)
+    assert whole.stays["activations"] == tokens * 10_000, "rows that are not cut keep all activations on each rank"
+
+
+PROPOSING = replace(CACHED, student=FOOTPRINT, micro_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    "share, world, able, found",
+    [
+        (1.001, 8, range(9), ""),
+        (0.9, 8, range(9), "--tensor-parallel 2 (no rank has room for a whole copy; the ranks of a node cut it first)"),
+        (0.4, 8, range(9), "--tensor-parallel 4 (no rank has room"),
+        (0.1, 16, range(9), "--tensor-parallel 8 --parallel fsdp (no rank has room"),
+        (0.4, 8, [2], "--tensor-parallel 2 --parallel fsdp (no rank has room"),
+        (0.4, 8, [], ""),
+        (0.001, 8, range(9), ""),
+    ],
+)
+def test_where_a_copy_does_not_fit_tensor_ranks_of_a_node_are_proposed_first_and_then_sharded_parts(
+    share, world, able, found, monkeypatch
+):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    given = DistillConfig(cache=("c",), student="s", out=Path("o"), dry_run=True, world_size=world)
+    room, job = share * need("ddp", "none", world, PROPOSING), PROPOSING
+    text = propose(given, job, room, lambda ranks: ranks in able)
+    assert text.startswith(found) and bool(text) == bool(found), text
+    if share > 0.2 and found:
+        plan = plan_run(given, job, room, lambda ranks: ranks in able)
+        assert plan.student == "fsdp" and plan.table()["proposed"] == text
+    elif found:
+        with pytest.raises(UsageError, match=f"it would fit with {re.escape(text)}; or with 64 ranks"):
+            plan_run(given, job, room, lambda ranks: ranks in able)
+    for options in ({"parallel": "fsdp"}, {"tensor_parallel": 2}):
+        other = replace(given, parallel=ParallelConfig(**options))
+        assert "proposed" not in plan_run(other, job, 1e12, lambda _: True).table()

@@ -16,6 +16,7 @@ from kdtrain.models.head import split
 from kdtrain.models.loading import load_student, model_digest
 from kdtrain.models.spec import ModelSpec, read_spec
 from kdtrain.objective.batch import Batch
+from kdtrain.parallel.layout import RankLayout
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.teaching.teacher import Teacher, open_teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
@@ -91,6 +92,8 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line(bench):
     teacher = kd.Teacher(read_spec("server.toml"), CPU, "fp32")
     with pytest.raises(kd.UsageError, match="of kind server is not sharded; leave --teacher-parallel out"):
         teacher.prepare(mesh=object())
+    with pytest.raises(kd.UsageError, match="--teacher-tensor-parallel cannot cut a teacher of kind server"):
+        teacher.cut(RankLayout(tensor_size=2), alike=1)
     with pytest.raises(kd.UsageError, match="of kind server gives no hidden states; leave --hidden-loss out"):
         teacher.layer_widths()
 

@@ -3,9 +3,13 @@
 `make torture`, or `python -m tests.torture.tensor`. Each layout of CPU ranks over gloo trains a Llama and a Qwen3
 shape, tied and untied, with SGD and with AdamW, from whole distributions at T = 2, beside the same in one process:
 losses within 1e-5, weights within 1e-6 under SGD and 1e-4 of their norm under AdamW, and weights that each tensor rank
-holds whole equal to the bit. The result is benchmarks/results/torture-tensor.json.
+holds whole equal to the bit. On four tensor ranks the gradients of hidden states, embedding, head, norms and T are
+those of one process within 1e-6 in fp64, from samples, a top-k with its tail, whole distributions and JSD, with alpha
+0, 0.5 and 1, and one and three micro-batches. The result is benchmarks/results/torture-tensor.json.
 """
 
+import functools
+import itertools
 import json
 import os
 import sys
@@ -65,6 +69,76 @@ def train(shape: str, tied: bool, optimizer: str, layout, kind: str) -> tuple[li
     return losses, {name: whole(each.detach()) for name, each in model.named_parameters()}
 
 
+TARGETS = {
+    "samples": ((0, 12), 1.0, "forward-kl"),
+    "top-k with its tail": ((6, 0), 2.0, "forward-kl"),
+    "dense": (None, 2.0, "forward-kl"),
+    "jsd": (None, 2.0, "jsd"),
+}
+"""Kept entries and samples, or none of whole distributions; T, and the divergence."""
+MODELS = {"llama": True, "qwen3": False, "gemma2": True}
+"""Shapes, the last with a soft cap, and whether their head is tied."""
+
+
+def batch_in_fp64(kept: tuple[int, int] | None, number: int):
+    """Make a micro-batch with a mask of its own, whose teacher is sure of the first rank's tokens."""
+    from kdtrain.objective.batch import Batch
+    from tests.objective.objective_reference import dense, sparse
+
+    g = torch.Generator().manual_seed(number)
+    tokens = torch.randint(300, (2, 9), generator=g)
+    mask = torch.rand(2, 8, generator=g) < 0.3 + 0.2 * number
+    likely = 8.0 * (torch.arange(300) < 70)
+    energies = (torch.randn(16, 300, generator=g, dtype=torch.float64) + likely).log_softmax(-1)
+    labels = tokens[:, 1:].flatten()
+    targets = dense(energies, labels) if kept is None else sparse(energies, labels, *kept)
+    return Batch(tokens, mask, torch.zeros(2, 8, dtype=torch.int64), targets)
+
+
+def gradients(shape: str, name: str, alpha: float, micros: int, layout) -> dict[str, torch.Tensor]:
+    """Return the gradients in fp64 of a step of some micro-batches."""
+    from kdtrain.models.head import split
+    from kdtrain.objective.loss import DistillationLoss
+    from kdtrain.objective.temperature import build_temperature
+    from kdtrain.parallel import parallelize, tensor
+    from kdtrain.training.student import Student
+    from tests.parallel.wrap_script import whole
+
+    kept, start, divergence = TARGETS[name]
+    model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=MODELS[shape], num_key_value_heads=4))
+    model.double()
+    if layout.tensor_size > 1:
+        tensor.apply(model, layout, CPU, vocab_size=VOCABULARY, sequence=True)
+    states = list[torch.Tensor]()
+    model.register_forward_hook(lambda *of: states.append(of[2]) or of[2].retain_grad())
+    temperature = build_temperature("minimize", start=start, minimum=0.5, maximum=4.0)
+    loss = DistillationLoss(divergence=divergence, alpha=alpha, temperature=temperature).double()
+    student = Student(model, loss, vocab_size=300)
+    for number in range(micros):
+        student(batch_in_fp64(kept, number), 20.0).loss.backward()
+    parallelize.sum_over_tensor_ranks(model, layout)
+    found = {name: whole(each.grad) for name, each in student.named_parameters() if each.grad is not None}
+    return found | {f"hidden states {number}": each.grad for number, each in enumerate(states)}
+
+
+def compare_gradients() -> None:
+    """Compare the gradients of four tensor ranks with those of one process, on each rank; rank 0 prints the largest."""
+    from kdtrain.parallel.layout import RankLayout
+    from kdtrain.ranks import process_group
+
+    torch.set_num_threads(1)
+    with process_group(CPU, 600):
+        layout = RankLayout.of_ranks(CPU, 4)
+        for case in itertools.product(MODELS, TARGETS, (0.0, 0.5, 1.0), (1, 3)):
+            one, many = (gradients(*case, each) for each in (RankLayout(), layout))
+            assert one.keys() == many.keys(), case
+            apart = {name: float((many[name] - each).norm() / (each.norm() + 1e-9)) for name, each in one.items()}
+            worst = max(apart, key=lambda name: apart[name])
+            if dist.get_rank() == 0:
+                print(json.dumps({"case": case, "of": worst, "relative": apart[worst]}), flush=True)
+            assert apart[worst] <= 1e-6, (case, worst, apart[worst])
+
+
 def compare(name: str) -> None:
     """Train in a layout and in one process, on each rank; rank 0 prints the distances."""
     from kdtrain.parallel.layout import RankLayout
@@ -91,12 +165,13 @@ def compare(name: str) -> None:
 def main() -> None:
     """Start the ranks of each layout, and keep what they print."""
     if len(sys.argv) > 1:
-        compare(sys.argv[1])
+        part = functools.partial(compare, sys.argv[1]) if sys.argv[1] in LAYOUTS else compare_gradients
+        part()
         return
     from benchmarks.harness import RESULTS
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
-    for name, (world, *_) in LAYOUTS.items():
+    for name, (world, *_) in {**LAYOUTS, "gradients": (4,)}.items():
         run_ranks(Path(__file__), world, name)
         print(f"{name}: equal")
     (RESULTS / "torture-tensor.json").write_text(json.dumps({"layouts": [*LAYOUTS], "steps": STEPS}, indent=1) + "\n")

@@ -69,6 +69,7 @@ class ServerConfig(Options):
             return
         idle = {
             "--teacher-parallel": config.parallel.teacher_parallel != "auto",
+            "--teacher-tensor-parallel": config.parallel.teacher_tensor_parallel > 1,
             "--teacher-weights": config.teacher_weights is not None,
             "--no-compile": not config.compile,
             "--precision": config.precision != "auto",

@@ -14,6 +14,7 @@ from kdtrain.config.sections import DataConfig, LoraConfig, ObjectiveConfig, Opt
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
 from kdtrain.parallel import memory_plan
+from kdtrain.parallel.footprint import model_footprint
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr import command as find_lr
 from kdtrain.plugins.find_lr.search import Trained, next_run
@@ -34,7 +35,7 @@ def quick(monkeypatch):
     def footprint(spec, **how):
         key = repr((spec, how))
         if key not in measured:
-            measured[key] = memory_plan.model_footprint(spec, **how)
+            measured[key] = model_footprint(spec, **how)
         return measured[key]
 
     monkeypatch.setattr(memory_plan, "footprint_of", footprint)
