@@ -102,7 +102,7 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class Answers:
+class GivenAnswers:
     """The rows of a file by split, what wrote them, and whether log p of their tokens is there."""
 
     rows: dict[str, list[PackedRow]]
@@ -111,11 +111,11 @@ class Answers:
 
 
 def read_answers(
-    path: Path, reader: PromptReader, most: int | None = None, asked: Sequence[dict[str, Any]] = ()
-) -> Answers:
+    path: Path, reader: PromptReader, most: int | None = None, prompts: Sequence[dict[str, Any]] = ()
+) -> GivenAnswers:
     """Read a file of answers.
 
-    most: tokens of one, which is cut behind them. asked: the lines of prompts that it answers, in order; else it has
+    most: tokens of one, which is cut behind them. prompts: the lines of prompts that it answers, in order; else it has
     its own.
 
     UsageError: a line cannot be read, answers another prompt, or does not go with the lines before.
@@ -129,16 +129,16 @@ def read_answers(
                 line = typed(parse_line(text, key), _Line)
             except ValueError as error:
                 raise UsageError(f"{key} is not a prompt with its answer: {error}") from None
-            if not asked:
+            if not prompts:
                 prompt, room, split = reader.prompt(key, line.prompt), reader.seq_len, str(line.split or "")
-            elif len(rows) < len(asked) and line.prompt in (None, *map(asked[len(rows)].get, ("prompt", "tokens"))):
-                prompt, room, split = (asked[len(rows)][name] for name in ("tokens", "max_tokens", "split"))
+            elif len(rows) < len(prompts) and line.prompt in (None, *map(prompts[len(rows)].get, ("prompt", "tokens"))):
+                prompt, room, split = (prompts[len(rows)][name] for name in ("tokens", "max_tokens", "split"))
             else:
                 raise UsageError(f"{key} answers another prompt than line {len(rows) + 1} of the prompts has")
             answer = reader.answer(key, line.answer, line.finish_reason in (None, "stop"))
             if line.logprobs is not None and len(line.logprobs) != len(answer):
                 raise UsageError(f"{key} has {len(line.logprobs)} logprobs for the {len(answer)} tokens of its answer")
-            own = asked[len(rows)].get("teacher_prompt") if asked else line.teacher_prompt
+            own = prompts[len(rows)].get("teacher_prompt") if prompts else line.teacher_prompt
             seen = None if own is None else reader.prompt(key, own)
             room = min(room, most or room, reader.seq_len + 1 - len(prompt))
             policies.add(line.policy)
@@ -155,13 +155,13 @@ def read_answers(
             splits.append(split)
     if wide:
         log.warning("%s: left out %s answers whose prompt fills --seq-len %s", path, wide, reader.seq_len)
-    if len(rows) < (len(asked) or 3):
-        raise UsageError(f"{path} has {len(rows)} answers that can be used, and {len(asked) or 3} are needed")
+    if len(rows) < (len(prompts) or 3):
+        raise UsageError(f"{path} has {len(rows)} answers that can be used, and {len(prompts) or 3} are needed")
     ranks = [rank(each.tokens.tobytes().hex()) for each in rows]
     found: dict[str, list[PackedRow]] = {"train": [], "validation": []}
     for row, split, usual in zip(rows, splits, assign(ranks, ("validation",)), strict=True):
         found[split or usual].append(row)
-    return Answers(found, policies.pop(), known.pop()[0])
+    return GivenAnswers(found, policies.pop(), known.pop()[0])
 
 
 def rows_of(data: DataConfig, source: str, reader: PromptReader, own: bool, most: int | None) -> Iterator[PackedRow]:

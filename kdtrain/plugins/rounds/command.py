@@ -43,14 +43,14 @@ def write_elsewhere(
 
     None where a stop was requested. RunError: the command failed, or its answers do not fit.
     """
-    asked = list[dict[str, Any]]()
+    lines = list[dict[str, Any]]()
     for split, each in rows.items():
         for row in each:
             tokens = row.tokens[: int(row.loss_mask.argmax()) + 1].tolist()
             text, most = reader.tokenizer.decode(tokens), int(row.loss_mask.sum())
-            asked.append({"prompt": text, "tokens": tokens, "max_tokens": most, "split": split})
+            lines.append({"prompt": text, "tokens": tokens, "max_tokens": most, "split": split})
             if SEEN in row.kept:
-                asked[-1]["teacher_prompt"] = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
+                lines[-1]["teacher_prompt"] = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
 
     def write() -> bool:
         folder, prompts = path.parent, path.with_suffix(".prompts")
@@ -59,13 +59,13 @@ def write_elsewhere(
         with making(folder):
             folder.mkdir(exist_ok=True)
         sweep(folder)
-        publish_text(prompts, "".join(f"{json.dumps(each)}\n" for each in asked), "rounds.prompts")
+        publish_text(prompts, "".join(f"{json.dumps(each)}\n" for each in lines), "rounds.prompts")
         with export_lock(folder / "model"):
             export_model(model, tokenizer_files(tokenizer), folder / "model")
         try:
             with published(path, "rounds.answers") as out:
                 _run(command, {"{model}": folder / "model", "{prompts}": prompts, "{out}": out})
-                read_answers(out, reader, asked=asked)
+                read_answers(out, reader, prompts=lines)
         except UsageError as error:
             raise RunError(f"--write-with: {error.args[0]}; correct the command, and resume") from None
         except KeyboardInterrupt:
@@ -77,7 +77,7 @@ def write_elsewhere(
     if not on_main(write):
         return None
     with raise_on_all_ranks():
-        return read_answers(path, reader, asked=asked).rows
+        return read_answers(path, reader, prompts=lines).rows
 
 
 def _run(command: str, places: Mapping[str, Path]) -> None:
