@@ -117,14 +117,14 @@ def test_answers_to_given_prompts_come_in_their_order(tokenizer, tmp_path):
         {"prompt": "b", "tokens": [6], "max_tokens": 9, "split": "validation"},
     ]
     lines = [{"answer": [7, 8, 9]}, {"prompt": "b", "answer": [7, 8, 9]}]
-    found = read_answers(written(tmp_path / "a.jsonl", *lines), PromptReader(tokenizer, (299,), 16), asked=asked)
+    found = read_answers(written(tmp_path / "a.jsonl", *lines), PromptReader(tokenizer, (299,), 16), prompts=asked)
     assert [found.rows[name][0].loss_mask.sum() for name in ("train", "validation")] == [2, 3]
     for swapped, text in ((lines[::-1], "line 1 answers another prompt"), (lines[:1], "1 answers that can be used")):
         path = written(tmp_path / "b.jsonl", *swapped)
         with pytest.raises(UsageError, match=text):
-            read_answers(path, PromptReader(tokenizer, (299,), 16), asked=asked)
+            read_answers(path, PromptReader(tokenizer, (299,), 16), prompts=asked)
     with pytest.raises(UsageError, match="line 3 answers another prompt"):
-        read_answers(written(tmp_path / "c.jsonl", *lines, lines[0]), PromptReader(tokenizer, (299,), 16), asked=asked)
+        read_answers(written(tmp_path / "c.jsonl", *lines, lines[0]), PromptReader(tokenizer, (299,), 16), prompts=asked)
 
 
 def test_an_answer_that_has_other_tokens_behind_the_teachers_prompt_is_left_out_and_counted(tmp_path, caplog):
