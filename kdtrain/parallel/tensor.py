@@ -49,7 +49,7 @@ from kdtrain.ranks import all_reduce_sum
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
 _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 _LEAST = {"torch": "2.11", "transformers": "5.17"}
-"""The oldest releases that are supported. Gradients were compared with one process under torch 2.13, transformers 5.23."""
+"""The oldest releases that are supported; gradients were compared under torch 2.13 and transformers 5.23."""
 _NEAR, _NEAR_NARROW = 5e-3, 5e-2
 """What TF32 rounds, and weights of 16 bits; a wrong plan is off by a tenth and more."""
 STUDENT, TEACHER = "--tensor-parallel", "--teacher-tensor-parallel"
