@@ -124,7 +124,9 @@ def test_answers_to_given_prompts_come_in_their_order(tokenizer, tmp_path):
         with pytest.raises(UsageError, match=text):
             read_answers(path, PromptReader(tokenizer, (299,), 16), prompts=asked)
     with pytest.raises(UsageError, match="line 3 answers another prompt"):
-        read_answers(written(tmp_path / "c.jsonl", *lines, lines[0]), PromptReader(tokenizer, (299,), 16), prompts=asked)
+        read_answers(
+            written(tmp_path / "c.jsonl", *lines, lines[0]), PromptReader(tokenizer, (299,), 16), prompts=asked
+        )
 
 
 def test_an_answer_that_has_other_tokens_behind_the_teachers_prompt_is_left_out_and_counted(tmp_path, caplog):
