@@ -414,7 +414,7 @@ def test_the_result_that_a_page_claims_is_that_of_the_tables(name):
     assert f"{size:.0f} bytes" in text or f"{size} bytes" in text
     assert whole == "2,813.0" and "2,813" in text
     assert "**+0.1903 ± 0.0480**" in quality and ("0.19 nats" in text or name == "README.md")
-    alpha = " ".join((ROOT / "docs" / "objective.md").read_text().split())
+    alpha = " ".join((ROOT / "benchmarks" / "science" / "alpha.md").read_text().split())
     found = re.search(r"of 0 and 0.9: -([\d.]+) nats in the mean of the regimes, \+([\d.]+) at most in a run", alpha)
     assert found is not None
     claim = f"{found[1]} nats below the better of both in the mean, and at most {found[2]} above it"
