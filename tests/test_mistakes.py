@@ -43,6 +43,7 @@ FILES = {
 }
 LIMIT = 0.5
 """Seconds of an answer."""
+HELP = ["--help", *(f"{command} --help" for command in cli.COMMANDS.entries)]
 
 
 def table() -> dict[str, str]:
@@ -69,7 +70,7 @@ def bench(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(bench):
     """Return what is printed for each line of the table where nothing heavy can be imported: code, text, seconds."""
-    lines = [*table(), "distill ...", "inspect cache/t"]
+    lines = [*table(), "distill ...", "inspect cache/t", *HELP]
     done = subprocess.run(
         [sys.executable, HERE / "mistakes_script.py"],
         **{"input": json.dumps([words(line) for line in lines]), "capture_output": True, "text": True},
@@ -100,17 +101,18 @@ def test_a_right_line_goes_on_to_what_is_heavy(answers):
 
 @pytest.mark.parametrize("line", ["distill ... --cahce x", "inspect nowhere", "distill --help", "--help"])
 def test_the_real_command_answers_within_half_a_second(bench, line):
-    """By the time of the processor, which other processes of this machine do not lengthen; the best of three."""
-    used = []
+    """By the time of the processor, which other processes of this machine do not lengthen; the best of up to three."""
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "kdtrain", *words(line)], cwd=bench, capture_output=True, text=True
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == (0 if "--help" in line else 2), done.stderr
-    assert min(used) < LIMIT
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if used < LIMIT:
+            return
+    pytest.fail(f"{used:.2f} s")
 
 
 def help_of(capsys, monkeypatch, *argv, width="80"):
@@ -121,9 +123,14 @@ def help_of(capsys, monkeypatch, *argv, width="80"):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [*cli.COMMANDS.entries])
-def test_the_short_help_fits_on_one_screen_with_what_is_needed_first(capsys, monkeypatch, command):
-    lines = help_of(capsys, monkeypatch, command, "--help").splitlines()
+def test_help_works_where_nothing_heavy_can_be_imported_and_lists_all_commands(answers):
+    assert {line: answers[line][0] for line in HELP} == dict.fromkeys(HELP, 0)
+    assert {command for command in cli.COMMANDS.help() if command not in answers["--help"][1]} == set()
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS.entries)
+def test_the_short_help_fits_on_one_screen_with_what_is_needed_first(answers, command):
+    lines = answers[f"{command} --help"][1].splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
     assert lines[0].startswith(f"usage: kdtrain {command} ")
     assert "None" not in "".join(lines)

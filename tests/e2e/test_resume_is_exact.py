@@ -1,7 +1,8 @@
 """A run that is broken off ends with the same bits: where, how, with which options, and after a rollback or not.
 
 The matrix is in tests/torture/resume_matrix.py: here a selection in which every place is met in every way, and a
-few kills at random times; `make torture` does all of it. Each run is the real command, in a process of its own.
+kill at a random time; `make torture` does all of it, with fifty kills. Each run is the real command, in a process of
+its own.
 """
 
 import itertools
@@ -37,7 +38,7 @@ def test_the_selection_meets_each_place_in_each_way_and_each_of_both_with_each_o
 @pytest.mark.slow
 def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(tmp_path):
     out = tmp_path / "result.json"
-    argv = [sys.executable, "-m", "tests.torture.run", "--selection", "--kills", "3", "--out", str(out)]
+    argv = [sys.executable, "-m", "tests.torture.run", "--selection", "--kills", "1", "--out", str(out)]
     ended = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert out.exists(), ended.stderr[-2000:]
     result = json.loads(out.read_text())
@@ -45,5 +46,5 @@ def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(tmp_path):
     assert result["faults_that_did_not_fire"] == 0
     cases = matrix.selection()
     assert (result["cases"], result["faults_fired"]) == (len(cases), sum(len(case.faults()) for case in cases))
-    assert result["random_kills"] >= 3
+    assert result["random_kills"] >= 1
     assert ended.returncode == 0
