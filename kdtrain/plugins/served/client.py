@@ -342,7 +342,7 @@ def _typed(content: bytes, kind: type[T]) -> T:
 
 
 def _words_of(content: bytes) -> str:
-    """Extract the message from a server's error, or return its text as it came."""
+    """Extract the message of a server's error; without one return its text as it came, or a phrase for HTML."""
     with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         found = msgspec.json.decode(content, type=_Error).error
         return found if isinstance(found, str) else found.message

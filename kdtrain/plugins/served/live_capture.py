@@ -43,7 +43,7 @@ _ABANDON = 5.0
 
 
 class _Abandoned(Exception):
-    """The end of the capture thread."""
+    """An exception that cancels the capture thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
