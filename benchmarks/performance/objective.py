@@ -37,7 +37,7 @@ class Sizes:
     rounds: int = 11
 
 
-TINY = Sizes((64, 128), (32,), 512, 2)
+TINY = Sizes((64,), (32,), 512, 2)
 OURS = {
     "axolotl-top-k-50": "kdtrain-sparse-50",
     **dict.fromkeys(("liger-jsd", *(f"liger-jsd-{how}" for how in ("2048", "4096", "triton"))), "kdtrain-jsd-online"),

@@ -53,7 +53,7 @@ class Sizes:
         return ("cross-entropy", *self.codecs, "dense", "online")
 
 
-TINY = Sizes("tiny", "tiny-teacher", ((32, 4), (64, 2)), ("sparse-4", "sparse-12", "samples-50"), 2, 2)
+TINY = Sizes("tiny", "tiny-teacher", ((32, 4),), ("sparse-4", "sparse-12", "samples-50"), 2, 2)
 ON_CPU = {
     "demo": Sizes("demo", "demo-teacher", ((256, 16),), ("sparse-16",), rounds=15, batches=32),
     "50m": Sizes("50m", "50m-teacher", ((256, 4),), ("sparse-16",), rounds=15, batches=16),
