@@ -79,11 +79,11 @@ class CacheTeacherConfig(Extended):
         yield self.refine is not None, "--generate: --refine takes its text from its cache; leave one out"
         mask = "--document-mask has no effect with --generate: a sequence is one prompt and its answer; leave it out"
         yield data.document_mask is True, mask
-        for given, words in (
+        for shared, words in (
             (self.parallel.teacher_parallel == "fsdp", "--teacher-parallel fsdp"),
             (self.parallel.teacher_tensor_parallel > 1, "--teacher-tensor-parallel"),
         ):
-            yield given, f"--generate needs the whole teacher on each rank; leave {words} out, or serve the teacher"
+            yield shared, f"--generate needs the whole teacher on each rank; leave {words} out, or serve the teacher"
         if data.messages_column is not None or data.format not in ("auto", "text"):
             by = "--messages-column" if data.messages_column is not None else f"--format {data.format}"
             idle = f"--prompt-tokens has no effect with {by}: what stands before the last answer is the prompt"
