@@ -19,7 +19,7 @@ how hard each text is. h is the part that the teacher knows: such labels are in 
 are fresh have m = 0, and a sound teacher has h = 0. No constant is fitted to a text.
 
 Between two measurements S - T moves by what S' - T' has moved, times 1 - m, and D by as much: a student learns most of
-what it will before the first of them.
+what it will before the first of them. In a user's own loop, whose ranks do not sum S' and T', it stays as measured.
 
 Alpha moves by at most `MOVES` a step, so that neither the optimizer's moments nor a guard sees a jump. It depends on
 what was measured before the step alone. docs/objective.md has what was measured, and what others do.
@@ -133,7 +133,7 @@ class MeasuredAlpha(Alpha):
     def gaps(self) -> Tensor:
         """Return [M] G, nats per token; 0 before the first step."""
         gap_M = (self.known[:, 0] - (self.then[:, 0] - self.then[:, 1])).clamp(min=0)
-        return torch.where(self.trained[:, 2] > 0, gap_M, 0.0)
+        return torch.where(self.then[:, 0] > 0, gap_M, 0.0)
 
     def value(self) -> Tensor:
         return self.present.masked_fill(self.present < 0, MOST).masked_fill(~self.taught, 0.0)
@@ -141,7 +141,8 @@ class MeasuredAlpha(Alpha):
     def target(self) -> Tensor:
         """Return [M] where the weight goes; where it is, if nothing is known."""
         gap_M, excess_M, posterior_M, teacher_M = self.known.unbind(1)
-        student_M, theirs_M, steps_M = self.trained.unbind(1)
+        # a loop that counts no steps has averages of its rank alone until they are measured
+        student_M, theirs_M = (self.then if self.by_forward else self.trained[:, :2]).unbind(1)
         # filled on the device: a copy from the host would wait for the work in its queue
         again_M = torch.stack([gap_M.new_full((), 1 - 1 / max(each, 1.0)) for each in self.passes])
         heart_M = torch.maximum(self.gaps / (self.gaps + student_M).clamp(min=_TINY), again_M)
@@ -149,7 +150,7 @@ class MeasuredAlpha(Alpha):
         now_M = (gap_M + (1 - heart_M) * moved_M).clamp(min=0)
         share_M = torch.where(excess_M < 0, posterior_M, now_M / (now_M + excess_M).clamp(min=_TINY))
         mixed_M = (1 - heart_M) * share_M + heart_M * posterior_M
-        held_M = torch.where(steps_M > 0, (1 - theirs_M / teacher_M.clamp(min=_TINY)).clamp(min=0), 0.0)
+        held_M = torch.where(theirs_M > 0, (1 - theirs_M / teacher_M.clamp(min=_TINY)).clamp(min=0), 0.0)
         target_M = (1 - (1 - held_M) * (1 - mixed_M)).clamp(0, MOST)
         return torch.where(posterior_M < 0, self.present, target_M)
 
@@ -180,7 +181,8 @@ class MeasuredAlpha(Alpha):
         counts_M1 = ((tokens_M > 0) & self.taught & now_M2.isfinite().all(1))[:, None]
         before_M2, steps_M1 = self.trained[:, :2], self.trained[:, 2:] + 1
         moved_M2 = before_M2 + (now_M2 - before_M2) / steps_M1.clamp(max=_AVERAGED)
-        self.then.copy_(torch.where(counts_M1 & (steps_M1 <= _AVERAGED), moved_M2, self.then))
+        if not self.by_forward:
+            self.then.copy_(torch.where(counts_M1 & (steps_M1 <= _AVERAGED), moved_M2, self.then))
         averages_M3 = torch.cat([moved_M2, steps_M1.clamp(max=_AVERAGED)], 1)
         self.trained.copy_(torch.where(counts_M1, averages_M3, self.trained))
         self.present.add_((self.target() - self.present).clamp(-MOVES, MOVES))

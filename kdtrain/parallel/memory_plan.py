@@ -372,6 +372,7 @@ def propose(config: DistillConfig, job: Job, free: float, can_cut: Callable[[int
         return ""
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or min(world, 8))
     sizes = [size for size in range(2, node + 1) if node % size == 0 and world % size == 0 and can_cut(size)]
+    sizes = [size for size in sizes if world // size % (own.shard_size or 1) == 0]
     ways: list[tuple[Literal["ddp", "fsdp"], list[int]]] = [("ddp", sizes), ("fsdp", sizes[::-1])]
     for engine, tried in ways:
         for size in tried:

@@ -77,6 +77,7 @@ def test_alpha_is_what_fresh_labels_confirm_and_the_best_mixture_where_they_are_
 def test_between_measurements_alpha_follows_the_batches_as_far_as_their_labels_are_fresh():
     for passes, expected in (1.0, 0.25 / 1.25), (4.0, 0.25 * 0.8125 / 1.8125 + 0.75 * 0.4):
         alpha = alpha_of(told(4.6, 3.6, 2.0), passes)  # D is above S - T by 1
+        alpha.by_forward = False
         for student in (6.5, *[6.0] * 18, 5.5):  # they say where training was then
             alpha.update(batches(student))
         before = alpha.target().item()
@@ -86,6 +87,19 @@ def test_between_measurements_alpha_follows_the_batches_as_far_as_their_labels_a
         assert alpha.value().item() == alpha.target().item() == pytest.approx(expected, abs=1e-6)
         alpha.observe([told(4.6, 3.6, 2.0)])  # which is measured then, not what was concluded
         assert alpha.target().item() == pytest.approx(before)
+
+
+def test_ranks_of_a_loop_that_sums_nothing_between_measurements_have_one_alpha():
+    ranks = [alpha_of(told(4.6, 3.6, 2.0)) for _ in range(2)]
+    for each, student in zip(ranks, (6.0, 4.0), strict=True):
+        for _ in range(30):
+            each.update(batches(student, 2.0))
+    assert ranks[0].value().item() == ranks[1].value().item() == pytest.approx(0.5)
+    for each in ranks:  # their averages are made one first
+        each.trained.copy_(sum(one.trained for one in ranks) / 2 if each is ranks[0] else ranks[0].trained)
+        each.observe([told(4.6, 3.6, 2.0)])
+        each.update(batches(3.0))
+    assert ranks[0].value().item() == ranks[1].value().item() > 0.5
 
 
 def test_of_a_text_drawn_from_the_teacher_alpha_stays_at_its_most_however_near_the_student_is():

@@ -34,7 +34,7 @@ def test_the_parameters_of_a_student_that_does_not_run_without_numbers_are_count
     def refuses(*_):
         raise RuntimeError("tensors without numbers")
 
-    monkeypatch.setattr(memory_plan, "_forward", refuses)
+    monkeypatch.setattr(footprint, "_forward", refuses)
     student = spec("llama")
     assert memory_plan.student_footprint(student, 300, seq_len=8, mode="fp32") is None
     assert memory_plan.student_parameters(student, 300) == sum(each.numel() for each in tiny_model().parameters())

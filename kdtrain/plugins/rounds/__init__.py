@@ -50,6 +50,10 @@ class WriterConfig(Options):
         named = next((name for name, given in flags.items() if given), "")
         here = f"{named} needs a teacher that runs here; leave --teacher-server out"
         refuse(bool(named) and config.remote is not None, here)
+        ranks = config.parallel
+        shared = ranks.teacher_parallel == "fsdp" or ranks.teacher_tensor_parallel > 1
+        needs = f"{named} needs the whole teacher on each rank"
+        refuse(bool(named) and shared, f"{needs}; leave --teacher-parallel and --teacher-tensor-parallel out")
         refuse(self.teacher_prompts and self.teacher_system is not None, _ONE_PROMPT)
         if self.answers is None:
             refuse(self.by is not None and not config.text.generate, "--by has no effect without --generate; add it")
@@ -64,6 +68,8 @@ class WriterConfig(Options):
             "--refine": config.refine is not None,
             "--prompt-tokens": config.text.prompt_tokens is not None,
             "--dry-run": config.dry_run,
+            "--document-mask": data.document_mask is True,
+            "--format": data.format not in ("auto", "prompt-completion"),
         }.items():
             refuse(given, f"--answers has its own text; leave {name} out")
         wrong = f"--answers {self.answers}: is not a .jsonl file; write a JSON object a line into one"

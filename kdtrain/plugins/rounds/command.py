@@ -34,6 +34,8 @@ _LAUNCHER = re.compile("(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|POR
 """What torchrun sets, which would make the command a rank."""
 _WAIT = 0.2
 """Seconds between two looks for a stop request."""
+_GRACE = 30.0
+"""Seconds that a command has to end."""
 
 
 def write_elsewhere(
@@ -80,6 +82,15 @@ def write_elsewhere(
         return read_answers(path, reader, prompts=lines).rows
 
 
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End what is left of a command and of what it started, by force after `_GRACE` seconds."""
+    for number, seconds in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):  # nothing is left
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+
 def _run(command: str, places: Mapping[str, Path]) -> None:
     """Run the command to its end. RunError: it failed. KeyboardInterrupt: a stop was requested."""
     words = shlex.split(command)
@@ -92,13 +103,15 @@ def _run(command: str, places: Mapping[str, Path]) -> None:
             process = subprocess.Popen(words, start_new_session=True, **how)
         except OSError as error:
             raise RunError(f"--write-with: {printable(words[0])} cannot be started: {error.strerror}") from None
-        while process.poll() is None:
-            if asked_to_stop():
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-                raise KeyboardInterrupt
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_WAIT)
+        try:
+            while process.poll() is None:
+                if asked_to_stop():
+                    raise KeyboardInterrupt
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_WAIT)
+        except BaseException:
+            _end(process)
+            raise
         if process.returncode or not places["{out}"].exists():
             output.seek(max(0, output.seek(0, 2) - _CHARACTERS))
             last = output.read().decode(errors="replace").splitlines()[-_LINES:]

@@ -16,6 +16,7 @@ from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.sections import CodecConfig
 from kdtrain.data.packing import prompt_row
 from kdtrain.errors import UsageError, as_whole
+from kdtrain.files import json_digest
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import model_digest
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
@@ -96,7 +97,7 @@ def rollouts(
         tokenizer_size=len(tokenizer),
         tokenizer_digest=tokenizer_digest(tokenizer),
         teacher=dict(teacher.identity),
-        data={"source": "kd.rollouts"},
+        data={"source": "kd.rollouts", "prompts_digest": json_digest(found)},
     )
     settings = round_settings(settings, how, {"prompt_tokens": None, "max_new_tokens": max_new_tokens})
     if folder is None:

@@ -280,10 +280,13 @@ class RoundWriter:
         self.ended = time.monotonic()
 
     def meet(self, student: Any, teacher: Any) -> None:
-        """Take the student. UsageError: it is sharded, or ends its texts otherwise than its teacher."""
+        """Take the student. UsageError: one of both is sharded, or they end their texts by different tokens."""
         if any(isinstance(each, DTensor) for each in student.parameters()):
             raise UsageError("--on-policy needs the whole student on each rank; use --parallel ddp")
         self.student, self.teacher = student, teacher or self.teacher
+        if getattr(self.teacher, "sharded", False):  # ranks write other numbers of batches
+            whole = "use --teacher-parallel replicate, and leave --teacher-tensor-parallel out"
+            raise UsageError(f"--on-policy needs the whole teacher on each rank; {whole}")
         given = self.given
         self.how = Writing(
             temperature=given.gen_temperature,
@@ -315,8 +318,7 @@ class RoundWriter:
         stopped = asked_to_stop if world_size() == 1 else lambda: False
         given: dict[str, Any] = {"more": self.more, "given": self.given.write_with is not None}
         answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), SCORED, stopped, **given)
-        if not answers.sharded:
-            answers.logits = None  # whose fidelity is not measured each round
+        answers.logits = None  # whose fidelity is not measured each round
         on_main(lambda: self._state_shape(folder.parent))
         log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
         tokenizer = self.prompts.folder / "tokenizer"
