@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import kdtrain as kd
 from kdtrain.config.sections import DataConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.tokenizer import load_tokenizer
+from kdtrain.plugins.rounds import command
 from kdtrain.plugins.rounds.answers import PromptReader, read_answers, rows_of
+from kdtrain.plugins.rounds.plan import RoundWriter
 from kdtrain.testing import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -44,10 +47,27 @@ def test_a_round_for_ones_own_loop_has_what_the_student_wrote_and_both_log_proba
     assert output.loss.item() == pytest.approx(float(output.kd / output.tokens), rel=1e-5)  # alpha is 1 on it
     with pytest.raises(UsageError, match="holds"):
         kd.rollouts(student, teacher, PROMPTS, **how | {"seed": 1})
+    with pytest.raises(UsageError, match="holds"):
+        kd.rollouts(student, teacher, ["open", *PROMPTS[1:]], **how)
     with pytest.raises(UsageError, match="eval"):
         kd.rollouts(student, teacher.train(), PROMPTS, **how)
     with pytest.raises(UsageError, match="prompt 1"):
         kd.rollouts(student, teacher.eval(), ["a", 3], **how)
+
+
+def test_rounds_need_a_teacher_that_is_whole_on_each_rank():
+    with pytest.raises(UsageError, match="--on-policy needs the whole teacher on each rank"):
+        RoundWriter.meet(SimpleNamespace(teacher=None), tiny_model("llama", 300), SimpleNamespace(sharded=True))
+
+
+def test_a_command_that_is_interrupted_takes_what_it_started_with_it(tmp_path, monkeypatch):
+    (tmp_path / "engine.sh").write_text("sleep 60 & echo $! > $1; wait")
+    begun = tmp_path / "number"
+    monkeypatch.setattr(command, "asked_to_stop", lambda: begun.exists() and begun.read_text().strip() != "")
+    with pytest.raises(KeyboardInterrupt):
+        command._run(f"sh {tmp_path / 'engine.sh'} {{out}}", {"{out}": begun})
+    state = Path(f"/proc/{begun.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def written(path, *lines):
