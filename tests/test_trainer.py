@@ -91,7 +91,7 @@ def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
         assert [each.name for each in (tmp_path / name).glob("*.safetensors")] == ["model.safetensors"]
         assert load_file(tmp_path / name / LOSS_FILE).keys() == {
             "loss.temperature.theta",
-            *(f"loss.alpha.{each}" for each in ("known", "present", "trained")),
+            *(f"loss.alpha.{each}" for each in ("known", "present", "then", "trained")),
         }
 
     # a checkpoint of Trainer brings the learned temperature back as well
@@ -99,7 +99,8 @@ def test_what_trainer_or_a_student_saves_is_what_transformers_loads(tmp_path):
     Trainer(fresh, trainer.args, kd.collate, kd.Cache(GOLDEN)["train"]).train(resume_from_checkpoint=True)
     assert torch.equal(fresh.temperature.value(), student.temperature.value())
     means = fresh.loss.alpha.trained
-    torch.testing.assert_close(means, student.loss.alpha.trained, atol=0.1, rtol=0)  # its step at rate 0 moves them
+    moved = (means - student.loss.alpha.trained)[0]
+    assert moved[:2].abs().max() < 0.1 and moved[2] == 1  # its step at rate 0 moves them
     expected = student.state_dict() | {"loss.alpha.trained": means}
     assert all(torch.equal(each, expected[key]) for key, each in fresh.state_dict().items())
 

@@ -17,7 +17,6 @@ from kdtrain.config.sections import CodecConfig
 from kdtrain.data.packing import prompt_row
 from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import json_digest
-from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import model_digest
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
 from kdtrain.objective.loss import DistillationLoss
@@ -69,11 +68,10 @@ def rollouts(
     if not isinstance(teacher, OnlineTeacher):
         if teacher.training:
             raise UsageError("the teacher is in training mode; call its eval()")
-        teacher = LocalTeacher.of(teacher if isinstance(teacher, SplitModel) else split(teacher))
+        teacher = LocalTeacher.of(teacher)
     if not isinstance(student, Student):
-        model = student if isinstance(student, SplitModel) else split(student)
-        size = min(model.vocab_size, teacher.vocab_size)
-        student = Student(model, DistillationLoss(alpha=0.0), vocab_size=size)
+        student = Student(student, DistillationLoss(alpha=0.0))
+        student.vocab_size = min(student.vocab_size, teacher.vocab_size)
     policy = {"spec": type(student.model.model).__name__, "weights_digest": model_digest(student.model), "step": None}
     how = Writing(
         temperature=temperature,
