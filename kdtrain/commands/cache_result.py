@@ -16,6 +16,8 @@ def show_cache(folder: Path, manifest: Manifest, as_json: bool, lines: Sequence[
     lines: for the page, what only this command knows. facts: of this command alone, for the object.
     """
     known = cache_facts(manifest)
+    if "of these" in known:  # the largest; kdtrain inspect has all
+        known["of these"] = ", ".join(known["of these"].split(", ")[:5])
     shown = [f"{label}: {known[label]}" for label in (*manifest.splits, *MADE) if label in known]
     digest = f"digest {manifest.digest[:12]}; kdtrain inspect {shlex.quote(str(folder))} shows how true it is"
     page = [f"{folder}: {heading(manifest.settings)}", "", *shown, *lines, digest, *next_step(folder, manifest)]

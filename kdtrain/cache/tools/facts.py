@@ -72,7 +72,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
         "vocabulary": f"{settings.vocab_size:,}, of a tokenizer with {settings.tokenizer_size:,} entries",
         "documents": "each sees itself alone" if settings.document_mask else "",
         "bytes per token": number(total),
-        "of these": ", ".join(f"{name} {number(parts[name])}" for name in largest[:5]),
+        "of these": ", ".join(f"{name} {number(parts[name])}" for name in largest),
         "temperatures": _temperatures(manifest),
         "tail rule": tail_rule(manifest) or "",
         "digest": manifest.digest,
