@@ -16,7 +16,7 @@ import kdtrain as kd
 
 
 def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
-    """Train for `steps` steps; the losses, nats a token, means over the tokens of all ranks."""
+    """Train for `steps` steps; the losses, nats per token, means over the tokens of all ranks."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     layer = type(max((each for each in model.modules() if isinstance(each, torch.nn.ModuleList)), key=len)[0]).__name__

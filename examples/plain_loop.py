@@ -14,7 +14,7 @@ import kdtrain as kd
 
 
 def main(cache_folder: str, model_folder: str, steps: int = 20) -> list[float]:
-    """Train for `steps` steps; the losses, nats a token."""
+    """Train for `steps` steps; the losses, nats per token."""
     torch.manual_seed(0)
     cache = kd.Cache(cache_folder)
     loader = DataLoader(cache["train"], batch_size=8, shuffle=True, drop_last=True, collate_fn=kd.collate)

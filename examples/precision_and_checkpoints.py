@@ -13,7 +13,7 @@ import kdtrain as kd
 
 
 def main(cache_folder: str, model_folder: str, folder: str, steps: int = 20) -> list[float]:
-    """Train to step `steps`, from the newest checkpoint in `folder`; the losses of this call, nats a token."""
+    """Train to step `steps`, from the newest checkpoint in `folder`; the losses of this call, nats per token."""
     torch.manual_seed(0)
     data = kd.Cache(cache_folder)["train"]
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)

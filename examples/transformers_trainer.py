@@ -22,7 +22,7 @@ BATCH, SEED = 8, 0
 
 
 def main(cache_folder: str, model_folder: str, steps: int = 10) -> list[float]:
-    """Train for `steps` steps; the losses, nats a token."""
+    """Train for `steps` steps; the losses, nats per token."""
     data = kd.Cache(cache_folder)["train"]
     rows = [row for step in range(steps) for row in order.batch(SEED, step * BATCH, BATCH, len(data)).tolist()]
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)

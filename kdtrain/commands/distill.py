@@ -63,7 +63,7 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
         options: options by their names on the command line, over those of `config`: `lr=3e-4`, `compile=False`.
 
     Returns:
-        The contents of result.json: stop_reason, steps, validation losses in nats a token, the exported student's
+        The contents of result.json: stop_reason, steps, validation losses in nats per token, the exported student's
         folder.
 
     UsageError: data, cache, student or options do not fit together. RunError: the training failed, or diverged.

@@ -206,7 +206,7 @@ class Throughput:
         self.times: deque[tuple[float, int]] = deque(maxlen=window)
 
     def add(self, step: int, tokens: int, now: float) -> dict[str, float]:
-        """Return tokens a second and hours left after `step`, which had `tokens` and ended at `now`, in seconds.
+        """Return tokens per second and hours left after `step`, which had `tokens` and ended at `now`, in seconds.
 
         Empty after the first step, whose time includes compilation.
         """

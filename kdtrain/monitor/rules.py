@@ -89,11 +89,11 @@ class Signs(Logged):
     grown_mib: float = 0.0
     """What it holds more than after its warm-up."""
     losses: Sequence[float] = ()
-    """Those of the last steps that are `comparable`, nats a token: the objective changes with alpha and T."""
+    """Those of the last steps that are `comparable`, nats per token: the objective changes with alpha and T."""
     validations: Sequence[tuple[int, float]] = ()
-    """Step and loss, nats a token."""
+    """Step and loss, nats per token."""
     teacher_loss: float | None = None
-    """The teacher's validation loss, nats a token."""
+    """The teacher's validation loss, nats per token."""
 
     @classmethod
     def of(cls, folder: Path, record: RunRecord, now: float) -> "Signs":
@@ -136,7 +136,7 @@ class Signs(Logged):
 
 
 def comparable(steps: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the losses by which these steps can be compared, nats a token; NaN where one is unknown.
+    """Return the losses by which these steps can be compared, nats per token; NaN where one is unknown.
 
     Cross-entropy, which means the same at every T. Where alpha moves it must rise as alpha does, over text that is
     known by heart: then (1 - alpha) CE + alpha KD, of each step at the newest alpha.
@@ -422,7 +422,7 @@ def initial_loss(loss: float, vocab_size: int, init: str) -> tuple[bool, str]:
     """Return whether the cross-entropy before the first step is plausible, and a line that explains it.
 
     Args:
-        loss: nats a token.
+        loss: nats per token.
         vocab_size: V; a uniform prediction costs ln V.
         init: where the weights come from, as in a spec. Weights from scratch predict nothing: the loss is ln V, and up
             to a tenth more where random logits are wide; copied layers should not be worse. Pretrained weights are

@@ -96,7 +96,7 @@ def runs(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
 
     A record has `run`, `arm` (that of a sweep, else the name that `compare` gives its group), `seed`, `status`,
     `student`, `cache`, `kl_estimator` (what the KL of a validation is measured from: two of them do not compare), the
-    numbers by name (losses in nats a token; None where there is none), and each option as `options/NAME`. The curves
+    numbers by name (losses in nats per token; None where there is none), and each option as `options/NAME`. The curves
     are `kd.RunRecord.read(record["run"]).metrics`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Labels that are read for the first time show how far the teacher is right; labels that were read before show little, and
 teach little. So auto takes text that nothing trains on, with its labels y, the teacher p and the student q. S and T are
-the cross-entropies of q and p, D is KL(p || q) at T = 1, nats a token:
+the cross-entropies of q and p, D is KL(p || q) at T = 1, nats per token:
 
     share      clip((S - T) / D, 0, 1): what the labels confirm of the teacher. Of text drawn from the teacher S - T is
                D in the mean, however near the two are; where the teacher knows no more than the student it is 0.

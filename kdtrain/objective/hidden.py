@@ -11,7 +11,7 @@ W is fp32 and belongs to the training, not to the student. It starts as the iden
 step is then DistilBERT's, which has no W), else with orthonormal rows or columns. A value is the mean over the
 pairs of layers, summed over unmasked tokens. `even` is TinyBERT's uniform mapping of layers.
 
-Given up: it needs an online teacher. Hidden states are hundreds of numbers a token and layer; no cache holds them.
+Given up: it needs an online teacher. Hidden states are hundreds of numbers per token and layer; no cache holds them.
 
 Shape suffixes: N tokens, S width of a student's layer, D width of a teacher's.
 """

@@ -41,7 +41,7 @@ class Measured(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Return S - T, nats a token."""
+        """Return S - T, nats per token."""
         return (self.student - self.teacher) / max(self.tokens, 1.0)
 
     @property
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
         return _LEAST_EVIDENCE <= self.evidence < math.inf and not within_noise
 
     def figures(self, by_heart: float) -> dict[str, float]:
-        """Return these by the names of metrics.jsonl, nats a token. by_heart: G of `objective.alpha`."""
+        """Return these by the names of metrics.jsonl, nats per token. by_heart: G of `objective.alpha`."""
         sums = {"loss": self.student, "teacher_loss": self.teacher}
         if not math.isnan(self.divergence):
             sums["kl"] = self.divergence

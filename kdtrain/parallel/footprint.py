@@ -38,7 +38,7 @@ class ModelFootprint:
     width: int  # D, what the output head takes
     vocabulary: int  # rows of the output head
     tied: bool  # True if the head's weight is the embedding's
-    kept: float  # bytes a token that a forward keeps for the backward
+    kept: float  # bytes per token that a forward keeps for the backward
     kept_by_checkpoints: float = 0.0  # the same with activation checkpointing; equal if the model does not support it
     kept_once: float = 0.0  # bytes that a forward keeps besides, whatever its number of sequences
     kept_once_by_checkpoints: float = 0.0
@@ -58,7 +58,7 @@ class ModelFootprint:
     def part(self, ranks: int, whole: float | None) -> "ModelFootprint":
         """Return what one of some tensor ranks has of it: norms are counted as cut too, as they are few.
 
-        whole: bytes a token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
+        whole: bytes per token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
         forward keeps is counted whole.
         """
         cut = {

@@ -228,7 +228,7 @@ def in_turns(layout: RankLayout, alike: int) -> Callable[..., Any]:
 def traffic(
     model: SplitModel, tokens: int, *, micro_batches: int, sequence: bool, itemsize: int, recomputes: bool
 ) -> Traffic:
-    """Count a step of tensor ranks, but for the sums of the objective, a few numbers a token.
+    """Count a step of tensor ranks, but for the sums of the objective, a few numbers per token.
 
     Args:
         tokens: of a micro-batch.

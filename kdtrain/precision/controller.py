@@ -252,7 +252,7 @@ class PrecisionController:
         self._memory.decay_from = step
 
     def judged(self, metrics: Mapping[str, float]) -> float:
-        """Return the loss of a step to observe, nats a token: where alpha moves, one of a fixed weight of `kd_T1`.
+        """Return the loss of a step to observe, nats per token: where alpha moves, one of a fixed weight of `kd_T1`.
 
         The weight stays until alpha has moved by `_WEIGHT_MOVES`; then it is alpha, and losses before no longer count.
         """

@@ -25,7 +25,7 @@ _SHARDS = 4
 
 
 class Baselines(NamedTuple):
-    """The losses to compare a student with, nats a token; None where one is unknown."""
+    """The losses to compare a student with, nats per token; None where one is unknown."""
 
     bigram: float | None
     """Of the bigram, on the first validation sequences."""
@@ -66,7 +66,7 @@ def baselines(train: Source, validation: Source, beside: tuple[str, float] | Non
 
 
 def label_loss(reader: CacheReader) -> float | None:
-    """Return the teacher's cross-entropy on some sequences of a split, nats a token; None if it is unknown."""
+    """Return the teacher's cross-entropy on some sequences of a split, nats per token; None if it is unknown."""
     settings, codec = reader.manifest.settings, reader.manifest.codec
     if not (codec.taught and reader.manifest.knows_labels):
         return None
@@ -80,7 +80,7 @@ def label_loss(reader: CacheReader) -> float | None:
 
 
 def bigram_loss(train: CacheReader, validation: CacheReader, most: int = _MOST) -> float | None:
-    """Return the cross-entropy of a bigram of at most `most` tokens of `train` on some of `validation`, nats a token.
+    """Return the cross-entropy of a bigram of at most `most` tokens of `train` on some of `validation`, nats per token.
 
     None: no token counts there.
     """

@@ -63,9 +63,9 @@ RATES = {
     "NVIDIA H200": ((1_235_746_816, 96_847), (7_504_658_432, 28_605)),
     "two CPU cores": ((5_267_456, 9_322), (101_253_120, 800)),
 }
-"""Measured captures by device: the teacher's weights in matrices, and tokens a second."""
+"""Measured captures by device: the teacher's weights in matrices, and tokens per second."""
 BYTES = {2_048: (27.2, 88.4, 31.3, 69.5), 32_000: (28.4, 94.7, 40.5, 74.7), 151_936: (30.0, 103.2, 44.5, 82.3)}
-"""Measured bytes a token by vocabulary: of 12 and of 50 likely entries, of 50 samples, of 8 entries with 24 samples."""
+"""Measured bytes per token by vocabulary: of 12 and 50 likely entries, of 50 samples, of 8 entries with 24 samples."""
 DENSE = 1.39
 """Measured bytes of an entry of a whole distribution."""
 
@@ -237,7 +237,7 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
 
 
 def computed_rates(model: ModelFootprint) -> dict[str, float]:
-    """Return tokens a second by device, from measured teachers.
+    """Return tokens per second by device, from measured teachers.
 
     A token costs a product with each weight but embeddings'.
     """
@@ -249,7 +249,7 @@ def computed_rates(model: ModelFootprint) -> dict[str, float]:
 
 
 def computed_bytes(codec: CodecSpec) -> float:
-    """Return bytes a token, from measured codecs; with samples alone they grow with the root of their number."""
+    """Return bytes per token, from measured codecs; with samples alone they grow with the root of their number."""
     if not codec.coded:
         return DENSE * codec.vocab_size
     few, many, drawn, both = BYTES[min(BYTES, key=lambda size: abs(math.log(size / codec.vocab_size)))]

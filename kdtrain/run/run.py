@@ -460,7 +460,7 @@ class Run:
             return store.choose("latest")
 
     def result(self, reason: str, error: str | None = None) -> dict[str, Any]:
-        """Return the contents of `result.json`: losses in nats a token, None where there is no value."""
+        """Return the contents of `result.json`: losses in nats per token, None where there is no value."""
         trainer, recipe, progress = self.trainer, self.recipe, self.trainer.state.progress
         best, plain = progress.best_loss, self._plain() or (None, None)
         others = {"start": progress.first_loss, "teacher": progress.teacher_loss, "cross_entropy": plain[1]}

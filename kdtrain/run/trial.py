@@ -449,7 +449,7 @@ CHECKS: dict[str, Callable[[Run], Verdict]] = {
 
 
 def entropy_floor(batches: Sequence[Batch], document_mask: bool) -> float:
-    """Return the lowest mean cross-entropy, nats a token, that any model can have on these sequences.
+    """Return the lowest mean cross-entropy, nats per token, that any model can have on these sequences.
 
     It is the entropy of the next token given all tokens before it: a model that has memorized the sequences errs only
     where different tokens follow the same prefix of a sequence (or of a document, with a document mask).

@@ -163,7 +163,7 @@ class LocalTeacher(OnlineTeacher):
             )
 
     def _loss(self, rows: Iterable[Batch], document_mask: bool) -> float:
-        """Return the cross-entropy of the text, nats a token."""
+        """Return the cross-entropy of the text, nats per token."""
         total, tokens = 0.0, 0
         for batch in rows:
             logits_BTV = self.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)

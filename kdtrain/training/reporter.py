@@ -187,7 +187,7 @@ class Reporter:
         self.bar = Bar("distill", self.total, step, every=math.inf)
 
     def initial(self, loss: float) -> None:
-        """Warn if the validation loss before the first step, nats a token, is implausible."""
+        """Warn if the validation loss before the first step, nats per token, is implausible."""
         plausible, text = initial_loss(loss, self.student.vocab_size, self.init)
         if not plausible:
             self.writers.warning("initial-loss", 0, text)
@@ -217,7 +217,7 @@ class Reporter:
             self.writers.histograms(number, tensors)
 
     def validated(self, step: int, loss: float, teacher_loss: float | None) -> None:
-        """Take a validation's loss and the teacher's, nats a token."""
+        """Take a validation's loss and the teacher's, nats per token."""
         self.validations.append((step, loss))
         self.teacher_loss = teacher_loss
 

@@ -118,7 +118,7 @@ class Progress:
     """Of the validation text, where its tokenizer tells bytes."""
 
     def bits_per_byte(self, loss: float | None) -> float | None:
-        """Return a validation loss of this run, nats a token, in bits per byte; None where either is unknown."""
+        """Return a validation loss of this run, nats per token, in bits per byte; None where either is unknown."""
         return None if loss is None or self.bytes_per_token is None else loss / self.bytes_per_token / math.log(2)
 
 

@@ -363,7 +363,7 @@ class Student(PreTrainedModel):
             passes: how often training went over its text so far.
 
         Returns:
-            loss, teacher_loss and kl, nats a token, and tokens; share, posterior and gap; and alpha as it is now.
+            loss, teacher_loss and kl, nats per token, and tokens; share, posterior and gap; and alpha as it is now.
 
         Raises:
             UsageError: alpha is fixed.

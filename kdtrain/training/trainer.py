@@ -283,7 +283,7 @@ class Trainer:
         return diverged, is_best, loss
 
     def loss_by_part(self) -> list[float]:
-        """Return the validation loss of parts of the split, nats a token, as `find-lr` compares rates by."""
+        """Return the validation loss of parts of the split, nats per token, as `find-lr` compares rates by."""
         source, micro = self.validation_source, self.stepper.micro
         count = min(len(source), self.validation_batches * micro)
         size = max(1, min(micro, count // 16))  # sixteen parts at least, if there are as many sequences
@@ -313,7 +313,7 @@ class Trainer:
     def _meet_teacher(self, loss: float | None) -> None:
         """Log what the run has to beat, and begin with the labels alone beside a teacher that knows less than a bigram.
 
-        loss: the teacher's validation loss, nats a token; None: it is not known.
+        loss: the teacher's validation loss, nats per token; None: it is not known.
         """
         if loss is None:
             return

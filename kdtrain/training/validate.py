@@ -113,7 +113,7 @@ def validate_members(student: Student, source: Source, **options: Any) -> tuple[
 def summary(metrics: Metrics) -> dict[str, float | None]:
     """Return the means by their names in logs and tables; None for what the targets do not contain.
 
-    loss, kl, teacher_loss: nats a token; agreement: share of tokens where student and teacher have the same most likely
+    loss, kl, teacher_loss: nats per token; agreement: share of tokens where student and teacher have one most likely
     entry; acceptance: sum of min(p, q), the share of draft tokens that speculative decoding would accept;
     bits_per_byte, teacher_bits_per_byte: of the same text, which compares tokenizers. With a teacher of another
     tokenizer kl is that of groups of tokens where both can be compared, and compared the share of tokens there.
@@ -137,7 +137,7 @@ def summary(metrics: Metrics) -> dict[str, float | None]:
 def evaluation_metrics(found: Any) -> dict[str, float]:
     """Compute the metrics of a `Student` for `transformers.Trainer`: exact means over the unmasked tokens of a split.
 
-    loss and ce: the cross-entropy, kl: from the teacher, and what else of `summary` the data contain; nats a token.
+    loss and ce: the cross-entropy, kl: from the teacher, and what else of `summary` the data contain; nats per token.
     `loss` replaces Trainer's own `eval_loss`, a mean over batches by their rows.
 
     found: an `EvalPrediction`, whose last prediction has the sums of each sequence.

@@ -29,7 +29,7 @@ is the slope of the tail, E[log p]: a divergence from them is then as large as w
 A pair of token and entry is listed when it occurs `MIN_COUNT` times: listing it costs about two bytes and saves about
 one byte an occurrence.
 
-The tail is 2G + 2 numbers a token: L(beta) and dL/dbeta at G knots, mean and standard deviation of log p. They are
+The tail is 2G + 2 numbers per token: L(beta) and dL/dbeta at G knots, mean and standard deviation of log p. They are
 nearly functions of each other and of the top-k. A linear predictor gives each from a few features of the stored top-k
 and from the numbers before it as the reader will see them, and only the distance to the prediction is stored, in whole
 steps: errors do not add up, and each number is right to half its step. The weights come from least squares over the

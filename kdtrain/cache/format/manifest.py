@@ -2,7 +2,7 @@
 
 `settings.json`, written first, states what was requested; shards carry its digest, so that a resume never
 mixes two caches. `manifest.json`, written last and sealed by its own digest, repeats the settings and adds
-digests of every shard, the index and the tokenizer files, the measured fidelity, and bytes a token. Every
+digests of every shard, the index and the tokenizer files, the measured fidelity, and bytes per token. Every
 reader starts at it. Both may be downloaded, with a valid seal of a stranger: reading types them, and checks numbers
 that decide on memory or paths against each other.
 """
@@ -176,11 +176,11 @@ class WeightsCost(TypedDict):
 
     weights: Weights
     whole_loss: float
-    """Cross-entropy of the teacher with its whole weights, nats a token."""
+    """Cross-entropy of the teacher with its whole weights, nats per token."""
     loss: float
     """With the packed ones."""
     cost: float
-    """The difference, nats a token."""
+    """The difference, nats per token."""
     sequences: Count
     tokens: Count
 

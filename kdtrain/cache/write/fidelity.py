@@ -21,7 +21,7 @@ only, and are measured there.
 The gradient of every tail rule in the student's logits is, less the factor beta,
     scale q + extra,   q the student at beta, extra 0 outside the kept ids,
 because a sparse loss depends on the tail's logits only through log sum exp(beta z): autograd of the objective's own
-loss, of a few numbers a token, gives scale and extra, without a tensor as large as the vocabulary for each rule.
+loss, of a few numbers per token, gives scale and extra, without a tensor as large as the vocabulary for each rule.
 `token` compares the gradients of all tokens as one long vector; `mean` compares their mean over tokens, the gradient of
 an output bias, where alone the noise of an estimate falls with the number of tokens.
 

@@ -60,7 +60,7 @@ class Diagnosis:
     share: float
     """Of the difference, 0 to 1; 0 for other weights."""
     divergence: float
-    """KL from the cache to the teacher, or an estimate of it from samples: nats a token."""
+    """KL from the cache to the teacher, or an estimate of it from samples: nats per token."""
     rows: int
 
 

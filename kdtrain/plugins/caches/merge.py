@@ -7,7 +7,7 @@ of each cache in all samples; the other numbers are weighted means.
 
 Other rows: the shards are appended undecoded; a validation split that all share is kept once. A whole shard is the same
 file again, a hard link where the disk allows one. Of a shard that is cut, the stored bytes of each sequence are copied,
-with the lists of the whole shard: few sequences of a shard take more bytes a token. The format version is `PIECES`: the
+with the lists of the whole shard: few sequences of one take more bytes per token. The format version is `PIECES`: the
 manifest states how many sequences each shard has.
 
 A fraction takes the rows whose tokens have the lowest hashes. So it does not depend on their order, a smaller fraction

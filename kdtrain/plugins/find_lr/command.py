@@ -56,7 +56,7 @@ class _Short:
     """The result of a rate's short run in one rung, as the record holds it."""
 
     loss: float | None
-    """Validation loss, nats a token; None: it diverged."""
+    """Validation loss, nats per token; None: it diverged."""
     parts: list[float]
     seconds: float
 

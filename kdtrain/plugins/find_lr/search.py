@@ -36,7 +36,7 @@ class Trained:
     """The result of a rate's short run in one rung."""
 
     loss: float
-    """Validation loss, nats a token; infinite where the run diverged."""
+    """Validation loss, nats per token; infinite where the run diverged."""
     parts: Sequence[float] = ()
     """The losses of parts of the validation text, the same parts for all rates; empty where nobody measured them."""
 

@@ -78,7 +78,7 @@ def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
 
 
 def as_record(groups: list[Group], names: Collection[str]) -> dict[str, Any]:
-    """Return the comparison as one record; losses in nats a token, times in seconds."""
+    """Return the comparison as one record; losses in nats per token, times in seconds."""
     rows = []
     for group in groups:
         numbers = {name: _numbers_of(group, groups, name) for name in names}

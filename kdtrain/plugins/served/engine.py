@@ -42,7 +42,7 @@ class Engine:
         return f"{api}/completions"
 
     def request(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return what to post for a request of vLLM's: `prompt` (ids), `prompt_logprobs` (entries a token), ..."""
+        """Return what to post for a request of vLLM's: `prompt` (ids), `prompt_logprobs` (entries per token), ..."""
         return body
 
     def read(self, answer: Any, body: Mapping[str, Any]) -> Completion:
