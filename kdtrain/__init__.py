@@ -6,7 +6,6 @@ The library, every name of which is imported when it is first used:
     Alignment                     two tokenizers on the same bytes; a cache's split for another one is `aligned`
     CacheWriter                   writes a cache from the logits of any teacher, one sequence after the other
     DistillationLoss              (1 - alpha) CE + alpha T^2 KD, with its temperature: fixed, scheduled or learned
-    rollouts                      a round of text that a student wrote and its teacher scored, as a data set
     Student, AlphaCallback        a causal language model and its loss as one module, for any training loop; what lets
                                   its alpha follow withheld text in a Trainer
     evaluation_metrics            cross-entropy and KL of a validation split, for transformers.Trainer
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from kdtrain.objective.temperature import ScheduledTemperature as ScheduledTemperature
     from kdtrain.objective.temperature import Temperature as Temperature
     from kdtrain.objective.temperature import register_temperature as register_temperature
-    from kdtrain.plugins.rounds.library import rollouts as rollouts
     from kdtrain.precision.backends import quantize_ as quantize_
     from kdtrain.precision.backends import register_backend as register_backend
     from kdtrain.precision.controller import Policy as Policy
@@ -108,20 +106,28 @@ _HOME = {
     "kdtrain.teaching.teacher": ("register_teacher",),
     "kdtrain.training.student": ("Student",),
     "kdtrain.training.validate": ("evaluation_metrics",),
-    "kdtrain.plugins.rounds.library": ("rollouts",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if (module := _MODULE_OF.get(name) or _of_a_plugin(name)) is None:
         raise AttributeError(f"module 'kdtrain' has no attribute '{name}'")
     quiet_import = importlib.import_module("kdtrain.imports").quiet_import
     with quiet_import():
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+def _of_a_plugin(name: str) -> str | None:
+    """Return the module of a name that a plugin adds by an entry point `kdtrain.library`; None: no plugin does."""
+    if name.startswith("_"):
+        return None
+    from importlib.metadata import entry_points
+
+    return next((each.value for each in entry_points(group="kdtrain.library", name=name)), None)
 
 
 def __dir__() -> list[str]:

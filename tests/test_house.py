@@ -167,8 +167,6 @@ def plugin_of(name: str) -> str:
 def test_nothing_outside_of_plugins_imports_one_and_none_imports_another():
     for path in MODULES:
         name = name_of(path)
-        if name == "kdtrain":  # the library's face imports a name of a plugin when it is asked for it
-            continue
         for other in imported_modules(name, tree_of(path), path.name == "__init__.py"):
             assert room_of(other) != "plugins" or plugin_of(name) == plugin_of(other), (name, other)
 

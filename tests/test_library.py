@@ -542,3 +542,16 @@ def test_the_commands_are_functions_that_return_what_they_made(tmp_path, argumen
     assert (Path(result["student"]) / "model.safetensors").exists()
     with pytest.raises(kd.UsageError, match="holds no cache"):
         kd.distill(kd.DistillConfig(student=str(tmp_path / "model"), cache=tmp_path, out=tmp_path / "other"))
+
+
+def test_a_package_adds_a_name_to_the_library(tmp_path, monkeypatch):
+    info = tmp_path / "more-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kdtrain.library]\nshout = more_names\n")
+    (tmp_path / "more_names.py").write_text("def shout():\n    return 'loud'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(vars(kd), "shout", raising=False)
+    assert kd.shout() == "loud"
+    with pytest.raises(AttributeError, match="no attribute 'whisper'"):
+        kd.whisper()

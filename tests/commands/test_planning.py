@@ -26,7 +26,7 @@ def job(config):
 
 @pytest.fixture
 def weightless(workbench):
-    """Hide the weights in the teacher's folder: whoever loads them fails."""
+    """Hide the weights in the teacher's folder: loading them fails."""
     weights = workbench.root / "teacher/model.safetensors"
     aside = weights.rename(weights.with_suffix(".aside"))
     yield workbench
