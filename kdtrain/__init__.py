@@ -112,22 +112,16 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if (module := _MODULE_OF.get(name) or _of_a_plugin(name)) is None:
+    module = _MODULE_OF.get(name)
+    if module is None and not name.startswith("_"):  # a plugin's, perhaps
+        metadata = importlib.import_module("importlib.metadata")
+        module = next((each.value for each in metadata.entry_points(group="kdtrain.library", name=name)), None)
+    if module is None:
         raise AttributeError(f"module 'kdtrain' has no attribute '{name}'")
-    quiet_import = importlib.import_module("kdtrain.imports").quiet_import
-    with quiet_import():
+    with importlib.import_module("kdtrain.imports").quiet_import():
         value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
-
-
-def _of_a_plugin(name: str) -> str | None:
-    """Return the module of a name that a plugin adds by an entry point `kdtrain.library`; None: no plugin does."""
-    if name.startswith("_"):
-        return None
-    from importlib.metadata import entry_points
-
-    return next((each.value for each in entry_points(group="kdtrain.library", name=name)), None)
 
 
 def __dir__() -> list[str]:
