@@ -5,6 +5,7 @@ A round is a cache of format version 5. The parts that need torch are imported b
 
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -77,11 +78,14 @@ class WriterConfig(Options):
         object.__setattr__(config, "text", replace(config.text, generate=True))
         object.__setattr__(config, "data", replace(data, data=str(self.answers), format="prompt-completion"))
 
-    def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
-        """Pair the teacher of a capture with the student that writes its text. UsageError: they do not fit."""
+    def teacher(self, config: CacheTeacherConfig, teacher: Any, student: Callable[[str], Any]) -> Any:
+        """Pair the teacher of a capture with the student that writes its text. UsageError: they do not fit.
+
+        student: loads one by its name; `student`, the place of its `tokenizer`, and the `step` of a checkpoint.
+        """
         from kdtrain.plugins.rounds.writing import written_by
 
-        return written_by(self, teacher, device, config)
+        return written_by(self, teacher, student, config)
 
 
 def _check_lengths(given: str) -> None:

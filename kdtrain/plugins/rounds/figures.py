@@ -19,7 +19,6 @@ from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.monitor.rules import RULES, Rule, Signs
-from kdtrain.run.baselines import bigram_loss
 
 ROWS = 256
 """Rows of which the teacher's numbers are read."""
@@ -30,10 +29,10 @@ _FIRST = ("length", "ended")
 """What later rounds are compared with."""
 
 
-def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
+def figures(cache: LocalCache, text: Any) -> dict[str, float]:
     """Compute the numbers of a round, by their names in metrics.jsonl.
 
-    text: the fixed text that the student would learn from otherwise, for the loss of its bigram.
+    text: the source of the fixed text that the student would learn from otherwise, for the loss of its bigram, or None.
     """
     train = cache["train"]
     whole = train.text(np.arange(len(train)))
@@ -48,7 +47,7 @@ def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
         "repeated": repeated(whole["tokens"], mask_nT),
     }
     found |= _of_tokens(train)[0]
-    if text is not None and (loss := bigram_loss(text, train, _BIGRAM)) is not None:
+    if text is not None and (loss := text.bigram_loss(train, _BIGRAM)) is not None:
         found["bigram_loss"] = loss
     held, error = _of_tokens(cache["validation"])
     shown = {f"rollouts/{name}": value for name, value in found.items()}

@@ -138,7 +138,7 @@ class Rounds:
         seed: int,
         writer: Writer | None,
         fixed: Source | None,
-        text: CacheReader | None = None,
+        text: Source | None = None,
         sampled: bool = False,
         stops: bool = False,
         shown: Callable[[LocalCache, str], dict[str, float]] = lambda cache, name: {},

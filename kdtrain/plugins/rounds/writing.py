@@ -50,10 +50,7 @@ from kdtrain.objective.metrics import chunks
 from kdtrain.objective.targets import Supervision
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
 from kdtrain.precision.modes import autocast
-from kdtrain.run.build_cache import text_sources
-from kdtrain.run.saved_student import open_student
 from kdtrain.teaching.teacher import Writing
-from kdtrain.training.state import read_saved
 from kdtrain.training.student import Student
 
 SCORED = 16
@@ -352,10 +349,10 @@ def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ..
     return tuple(sorted({*own, *how.end_tokens}))
 
 
-def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeacherConfig) -> WrittenByStudent:
+def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: CacheTeacherConfig) -> WrittenByStudent:
     """Combine the teacher with a student (a run, a checkpoint, an export, a hub id) or a file as what wrote its text.
 
-    given: the `WriterConfig`.
+    given: the `WriterConfig`. opened: loads a student by its name.
 
     UsageError: the student has another tokenizer, or cannot read sequences of this length; the file cannot be read.
     """
@@ -372,9 +369,9 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
     elif name is None or given.teacher_prompts:
         found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, config.splits())
     if name is not None:
-        model, place, checkpoint = open_student(name, device)
-        theirs = tokenizer_digest(teacher.tokenizer)
-        if place is None or digest_of(place) != theirs:
+        found_student = opened(name)
+        model, theirs = found_student.student, tokenizer_digest(teacher.tokenizer)
+        if found_student.tokenizer is None or digest_of(found_student.tokenizer) != theirs:
             raise UsageError(
                 f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its "
                 "tokens; take a student of the teacher's tokenizer"
@@ -385,8 +382,7 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
         own = model_digest(model)
         if policy["weights_digest"] not in (None, own):
             raise UsageError(f"{given.answers} is of other weights than --by {name}; name the student that wrote it")
-        step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
-        policy |= {"spec": name, "weights_digest": own, "step": step}
+        policy |= {"spec": name, "weights_digest": own, "step": found_student.step}
     elif not known:
         raise UsageError(
             f"{given.answers} has no logprobs; name the student that wrote it with --by, which computes them, or if no "
@@ -421,7 +417,7 @@ def own_rows(
     if not has_prompts(data):
         raise UsageError(f"{data.data} is plain text; prompts of the teacher's own need conversations, or completions")
     found = dict[str, list[PackedRow]]()
-    for split, source in text_sources(data, dict(limits)).items():
+    for split, source in data.sources(limits).items():
         reader = PromptReader(tokenizer, ends, data.seq_len, opening)
         found[split] = [*islice(rows_of(data, source, reader, own, most), limits[split])]
     return found

@@ -54,6 +54,15 @@ class DataPlan:
         """Return rows of --dry-run: what the data cost beside the training. validation: sequences of that split."""
         return {}
 
+    def prompts(
+        self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None
+    ) -> LocalCache:
+        """Write the prompts of the text into the run's folder, a cache of bare tokens; every rank calls it.
+
+        width: tokens of a prompt of plain text, None for the default. rows: reads rows of each split in their place.
+        """
+        raise NotImplementedError
+
     def finish(self) -> None:
         """End what runs beside the training, which has read all that it reads."""
 
