@@ -51,9 +51,10 @@ def baselines(train: Source, validation: Source, beside: tuple[str, float] | Non
     Of a mixture, a text in other tokens or one that is still being answered nothing is measured; what cannot be read is
     unknown.
     """
-    if isinstance(train, CachedSource) and isinstance(validation, CachedSource) and train.growing is None:
+    own, held = (getattr(each, "reader", None) for each in (train, validation))  # of a source around one, too
+    if getattr(train, "growing", None) is None and isinstance(own, CacheReader) and isinstance(held, CacheReader):
         with suppress(RunError, OSError):
-            return Baselines(train.bigram_loss(validation.reader), label_loss(train.reader), beside)
+            return Baselines(CachedSource(own).bigram_loss(held), label_loss(own), beside)
     return Baselines(None, None, beside)
 
 

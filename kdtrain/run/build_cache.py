@@ -20,7 +20,7 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, 
 from kdtrain.cache.format.names import MANIFEST, PIECES, WRITTEN
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
-from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DEFAULT_PROMPT, DataConfig, TextConfig
 from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks

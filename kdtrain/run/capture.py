@@ -22,8 +22,7 @@ from kdtrain.cache.tools.facts import contents
 from kdtrain.cache.tools.unfinished import progress
 from kdtrain.cache.write.folder import claim_folder
 from kdtrain.cache.write.writer import CacheBuilder, not_empty
-from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack, split_text

@@ -15,8 +15,7 @@ from typing import Any
 
 import kdtrain
 from kdtrain.cache.format.manifest import Manifest, read_manifest
-from kdtrain.cache.tools.facts import cache_facts
-from kdtrain.cache.write.card import CARD
+from kdtrain.cache.tools.facts import CARD, cache_facts
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import fields_of, marked

@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain import faults
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.names import BROKEN, PIECES, TOKENIZER
 from kdtrain.cache.format.spec import MIXTURE
@@ -322,7 +321,6 @@ class _Piece:
         # renaming one link over another to the same file does nothing
         link = not os.path.lexists(path.with_name(f"{part.name}.h5"))
         stored = self.reader.copy_shard(self.shard, path, self.rows, first=part.first, link=link)
-        faults.point("cache.shard.before-close")
         # The numbers of the rows here: those of the sidecar it came with are of another cache.
         return stored, [f"{part.split} {part.first + row}" for row in np.flatnonzero((part.loss_mask == BROKEN).all(1))]
 

@@ -34,13 +34,12 @@ from kdtrain.files import (
     temporary_of,
 )
 from kdtrain.models.loading import is_adapter, is_model_folder
-from kdtrain.monitor.path_kind import is_run
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.tables import columns, duration, finite, show
-from kdtrain.training.schedule import total_steps
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
 _DIVERGED = ("diverged", "non-finite", "gradient-explosion")
@@ -185,7 +184,7 @@ def _begun(config: FindLrConfig) -> _Record:
     guess, source, sequences = foresee(config)  # text is packed by the first short run
     planned = None
     if sequences is not None or config.epochs is None:
-        planned = total_steps(config, sequences or 0)
+        planned = config.total_steps(sequences or 0)
     whole = planned or USUAL_STEPS
     rungs = [config.first_steps(whole) * LONGER**rung for rung in range(RUNGS)]
     return _Record(finite(config.deciding()), guess, source, rungs, whole, planned, None, {})
@@ -204,7 +203,7 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
 
     def measure(run: Any, result: dict[str, Any]) -> None:
         parts.extend(run.trainer.loss_by_part())
-        record.planned = total_steps(config, len(run.recipe.sources["train"]))
+        record.planned = config.total_steps(len(run.recipe.sources["train"]))
 
     try:
         with hushed():

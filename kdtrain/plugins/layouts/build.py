@@ -17,8 +17,7 @@ import torch
 
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
-from kdtrain.cache.tools.kept_mass import more_than_promised, outside
+from kdtrain.cache.tools.self_check import SHIFTS, DetectedShift, detect, more_than_promised, outside
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.errors import UsageError

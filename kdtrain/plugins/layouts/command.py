@@ -10,8 +10,8 @@ import kdtrain.plugins.layouts.topk  # noqa: F401
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.read.reader import LocalCache
+from kdtrain.cache.tools.facts import show_cache
 from kdtrain.cache.tools.self_check import look
-from kdtrain.commands.cache_result import show_cache
 from kdtrain.data.rows import readable
 from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest, refuse_no_folder

@@ -36,7 +36,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kdtrain import faults
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import LARGE, canonical_json, json_digest, open_regular, parse_json, published, typed
@@ -118,7 +117,6 @@ class Scores:
                 shown.update(self.work(depth, done=True))
                 if self.done[part] == len(rows) or time.monotonic() - self._written > EVERY:
                     self._write()
-                faults.point("prune.scored")
 
     def work(self, depth: bool, done: bool = False) -> int:
         """Count forwards of a sequence, all of them or, with `done`, those that are done."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.write.card import CARD
+from kdtrain.cache.tools.facts import CARD
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
     MEDIUM,
@@ -25,7 +25,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
-from kdtrain.monitor.path_kind import is_run
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import LOGIN, api, ask, fetch_file

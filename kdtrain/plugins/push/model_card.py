@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.write.card import CARD
+from kdtrain.cache.tools.facts import CARD
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import options_of, written
 from kdtrain.errors import RunError, UsageError

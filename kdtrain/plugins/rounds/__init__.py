@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import DIVERGENCES, PLANS
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
 from kdtrain.config.values import Conflicts, Options, flag, option, refuse

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.monitor.rules import RULES, Rule, Signs
 
@@ -38,11 +37,11 @@ def figures(cache: LocalCache, text: Any) -> dict[str, float]:
     whole = train.text(np.arange(len(train)))
     mask_nT = whole["loss_mask"] == 1
     lengths_n = mask_nT.sum(1)
-    reasons = finish_reasons(whole["tokens"], mask_nT, cache.manifest.end_tokens)
+    written = (cache.manifest.generated or {})["train"]
     found = {
         "length": float(lengths_n.mean()),
         "length_p95": float(np.quantile(lengths_n, 0.95)),
-        "ended": reasons.count("stop") / len(reasons),
+        "ended": written["stop"] / len(train),
         "room": float(cache.manifest.settings.data["generated"]["max_new_tokens"]),
         "repeated": repeated(whole["tokens"], mask_nT),
     }

@@ -42,11 +42,9 @@ from kdtrain.plugins.rounds.writing import (
     prompts_digest,
     round_settings,
 )
-from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
+from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks
 from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing
-from kdtrain.training.schedule import total_steps
-from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.cache import CachedData, CachedSource
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
@@ -139,7 +137,7 @@ class RoundsData(DataPlan):
     """The plan of a run on text that the student writes behind the prompts of --data, alone or beside --cache."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self.config, self.device = request.config, request.device
+        self.config, self.device, self.request = request.config, request.device, request
         self.given = request.config.plugins["rounds"]
         config = request.config
         data = replace(config.data, document_mask=False)  # a rollout is a row of its own
@@ -298,7 +296,7 @@ class RoundWriter:
         """Write the round, as `source.Writer` has it."""
         started = time.monotonic()
         settings, how = self._settings(number, attempt)
-        stopped = asked_to_stop if world_size() == 1 else lambda: False
+        stopped = self.data.request.stopping if self.data.request.alone else lambda: False
         given: dict[str, Any] = {"more": self.more, "given": self.given.write_with is not None}
         answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), SCORED, stopped, **given)
         answers.logits = None  # whose fidelity is not measured each round
@@ -311,12 +309,12 @@ class RoundWriter:
             path = folder.parent / "answers" / f"{folder.name}-{how.policy['weights_digest'][:12]}.jsonl"
             reader = PromptReader(self.teacher.tokenizer, how.end_tokens, settings.seq_len)
             where = path, self.student.model, tokenizer
-            splits = write_elsewhere(self.given.write_with, *where, reader, splits)
+            splits = write_elsewhere(self.given.write_with, *where, reader, splits, self.data.request.stopping)
             if splits is None:
                 raise Interrupted
             answers.seconds["writing"] += time.monotonic() - started
         options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": how.batch_size}
-        write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=_stop_together, **options)
+        write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=self._stop_together, **options)
         on_main(lambda: None)  # rank 0 has written the manifest
         seconds, whole = answers.seconds, time.monotonic() - started
         spent = {f"rollouts/{name}_s": each for name, each in seconds.items()}
@@ -366,7 +364,7 @@ class RoundWriter:
     def _length(self, number: int) -> int:
         """Return the most tokens that the student writes in a round; they grow evenly to the last round."""
         first, last = self.given.lengths
-        sequences = total_steps(self.config, self.shape.rows) * self.config.batch_size - self.shape.cold
+        sequences = self.config.total_steps(self.shape.rows) * self.config.batch_size - self.shape.cold
         rounds = max(1, -(-sequences // self.shape.sequences))
         return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
 
@@ -385,8 +383,7 @@ class RoundWriter:
             kept = self.own[split][rows[at]].kept if self.own else {}
             yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32), kept)
 
-
-def _stop_together(done: int, total: int | None) -> None:
-    """Raise Interrupted on every rank if a stop was requested on one; called before each batch."""
-    if all_reduce_max(int(asked_to_stop())):
-        raise Interrupted
+    def _stop_together(self, done: int, total: int | None) -> None:
+        """Raise Interrupted on every rank if a stop was requested on one; called before each batch."""
+        if all_reduce_max(int(self.data.request.stopping())):
+            raise Interrupted

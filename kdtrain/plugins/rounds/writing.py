@@ -33,21 +33,17 @@ from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import POLICY, WRITTEN
 from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
-from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
-from kdtrain.data.masks import Masks
 from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
 from kdtrain.models.generate import generate
 from kdtrain.models.loading import check_fits, model_digest
 from kdtrain.models.tokenizer import digest_of, end_tokens, ends_of, named, tokenizer_digest
-from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.objective.metrics import chunks
-from kdtrain.objective.targets import Supervision
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
 from kdtrain.precision.modes import autocast
 from kdtrain.teaching.teacher import Writing
@@ -61,23 +57,6 @@ _SAMPLING = "temperature|top_|min_p|typical_p|epsilon|eta_|penalty|no_repeat|bad
 
 class Interrupted(Exception):
     """A stop request came between two decoding steps."""
-
-
-@torch.no_grad()
-def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
-    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training in evaluation mode."""
-    training = student.training
-    student.eval()
-    tokens_BT1 = tokens_BT1.to(student.device)
-    mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
-    hidden_ND = student.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
-    rows, head = Supervision(tokens_BT1[:, 1:].flatten(), mask_BT.flatten(), None), student.model.head.gathered()
-    found = [
-        head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
-        for _, z_RV, own in chunks(hidden_ND, head, rows, student.vocab_size)
-    ]
-    student.train(training)
-    return torch.cat(found).float().view(mask_BT.shape)
 
 
 def round_settings(base: CacheSettings, how: Writing, prompts: Mapping[str, Any]) -> CacheSettings:
@@ -154,7 +133,7 @@ class RolloutAnswers(ShardAnswers):
                 arrays = {name: each if name == "broken" else each[each_B1, back_BT] for name, each in arrays.items()}
             policy_BT = part.kept.get(POLICY)
             if self._student is not None:
-                policy_BT = label_logprobs(self._student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
+                policy_BT = self._student.label_logprobs(torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
             if policy_BT is None:
                 parts.append(arrays)
                 continue
@@ -252,7 +231,7 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
     if not has_prompts(data) or next(documents_of(data, data.split, prompts=True)).messages is None:
         found = Inserted(0, tuple(tokenizer.encode(text, add_special_tokens=False)))
     else:
-        turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, Masks("", data.seq_len), opening=True)
+        turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, opening=True)
         try:
             longer = [{"role": "system", "content": text}, *turns]
             whole, own = (encoder.prompt(Document("--teacher-system", messages=each)) for each in (longer, turns))

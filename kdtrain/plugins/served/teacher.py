@@ -28,8 +28,7 @@ import torch
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.tools.kept_mass import kept_mass
-from kdtrain.cache.tools.self_check import examine
+from kdtrain.cache.tools.self_check import examine, kept_mass
 from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
 from kdtrain.config.sections import CodecConfig
 from kdtrain.errors import RunError, UsageError, log
@@ -45,7 +44,6 @@ from kdtrain.plugins.served.options import ServerConfig
 from kdtrain.plugins.served.preflight import Preflight
 from kdtrain.ranks import on_main
 from kdtrain.teaching.teacher import Writing
-from kdtrain.teaching.writing import log_first_texts
 
 AGAIN = 2
 """Sequences of each shard that are requested twice."""
@@ -240,7 +238,7 @@ class _ServedAnswers(ShardAnswers):
         while sum(len(each.tokens) for each in self._seen) - len(self._seen[0].tokens) >= most:
             self._seen.popleft()
         if self.writes and self._first:
-            log_first_texts(rows, self._settings)
+            rows.log_first(self._settings)
         self._first = False
         return rows, lambda: kept
 

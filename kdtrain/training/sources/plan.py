@@ -14,12 +14,12 @@ import torch
 
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import LocalCache
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import PLANS
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
 from kdtrain.models.spec import ModelSpec
+from kdtrain.process import world_size
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.source import Facts, Source
 
@@ -98,6 +98,11 @@ class PlanRequest:
     def first_epoch(self, sequences: int) -> np.ndarray:
         """Return the order in which the run reads so many sequences first."""
         return permutation(self.config.seed, 0, sequences)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process is the whole run."""
+        return world_size() == 1
 
     def stopping(self) -> bool:
         """Return whether the run is to stop, so that nothing must wait any longer."""
