@@ -31,9 +31,7 @@ from kdtrain.files import read_sealed, set_aside
 from kdtrain.models.loading import check_student
 from kdtrain.models.tokenizer import (
     ChatTokenizer,
-    ends_of,
     filler_token,
-    generation_of,
     load_tokenizer,
     tokenizer_digest,
 )
@@ -78,7 +76,7 @@ def build_cache(
         counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
     stated = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
-    saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
+    saved = ChatTokenizer.of(teacher.tokenizer, teacher.spec)
     options = {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
     return _write(config.out, settings, rows, progress, teacher=teacher.answers(settings), stated=stated, **options)
 
@@ -93,7 +91,7 @@ def begun(
             how = Writing(
                 temperature=config.text.gen_temperature,
                 top_p=config.text.gen_top_p,
-                end_tokens=ends_of(teacher.spec, teacher.tokenizer),
+                end_tokens=teacher.ends,
                 seed=config.seed,
                 batch_size=config.batch_size,
             )
@@ -278,11 +276,11 @@ def build_prompts(config: CacheTeacherConfig, teacher: Teacher, rows: Mapping[st
     tokenizer.pinned = pin_text(config.out, data, tokenizer)  # type: ignore[attr-defined]
     tokenizer.pinned.pop("packing", None)  # type: ignore[attr-defined]
     codec = CodecSpec(kind="tokens", vocab_size=teacher.vocab_size)
-    prompts, found = _prompts(config, tokenizer, ends_of(teacher.spec, tokenizer))
+    prompts, found = _prompts(config, tokenizer, teacher.ends)
     settings = _settings(data, tokenizer, codec, config.splits())
     settings = replace(settings, data={**settings.data, "prompts": prompts})
     stated = {"text": known_text(config.out, data, packed=True)}
-    saved = ChatTokenizer(tokenizer, generation_of(teacher.spec))
+    saved = ChatTokenizer.of(tokenizer, teacher.spec)
     found = {split: iter(each) for split, each in (rows or found).items()}
     _write(config.out, settings, found, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
 

@@ -37,7 +37,7 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.names import BROKEN, PIECES, TOKENIZER
 from kdtrain.cache.format.spec import MIXTURE
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
@@ -110,7 +110,7 @@ class _Added(ShardAnswers):
     def __init__(self, caches: Sequence[LocalCache], shares: Sequence[float], settings: CacheSettings) -> None:
         self._caches, self._shares, self._absent = caches, shares, settings.codec.absent
 
-    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """Add up the samples of the caches; the rest is as in `ShardAnswers.rows`."""
         places = range(rows.first, rows.first + len(rows))
         parts: list[Any] = [cache[rows.split].read(places).targets for cache in self._caches]

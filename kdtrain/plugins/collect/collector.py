@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from kdtrain.errors import UsageError, log
 from kdtrain.files import published, set_aside
 from kdtrain.objective.batch import Batch
-from kdtrain.plugins.collect.options import CollectConfig
+from kdtrain.plugins.collect import CollectConfig
 from kdtrain.training.observers import Observer, ObserverRequest, StepView
 
 MOST_BYTES = 2**32

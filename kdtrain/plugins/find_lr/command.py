@@ -31,7 +31,6 @@ from kdtrain.files import (
     remove_empty,
     remove_file,
     rename_over,
-    temporary_of,
 )
 from kdtrain.models.loading import is_adapter, is_model_folder
 from kdtrain.monitor.facts import is_run
@@ -116,7 +115,7 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
             raise UsageError(f"--out {out} holds a run, which find-lr leaves alone; name another folder")
         if not (out / RECORD).is_file() and out.exists():
             for each in out.iterdir() if out.is_dir() else [out]:
-                if each.name != LOCK and temporary_of(each.name) != RECORD:
+                if each.name != LOCK and not each.name.startswith(f".{RECORD}."):
                     raise UsageError(f"--out {out} holds something else ({each.name}); name another folder")
         stack.callback(remove_empty, make_writable(out))
     stack.callback(Lock(out / LOCK, f"another process searches in {out}; wait for it").release)

@@ -5,7 +5,7 @@ A round is a cache of format version 5. The parts that need torch are imported b
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from kdtrain.config.choices import DIVERGENCES, PLANS
 from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
-from kdtrain.config.values import Conflicts, Options, flag, option, refuse
+from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
 SAMPLED = "sampled-reverse-kl"
@@ -176,7 +176,7 @@ class RoundsConfig(CodecConfig):
         first, _, last = self.max_new_tokens.partition(":")
         return int(first), int(last or first)
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> Iterator[tuple[bool, str]]:
         yield from super().conflicts()
         both = "--on-policy writes rounds and --rollouts reads those of another run; give one"
         yield self.on_policy and self.rollouts is not None, both

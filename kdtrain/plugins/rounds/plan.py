@@ -27,7 +27,7 @@ from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, log, writing
 from kdtrain.files import publish_json, read_sealed, typed
 from kdtrain.models.loading import model_digest
-from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
+from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import load_score, show_texts
@@ -178,7 +178,7 @@ class RoundsData(DataPlan):
             num_samples=codec.num_samples,
             temperature_range=(span["min"], span["max"]),
             teacher={"spec": self.teacher.name},
-            end_tokens=ends_of(self.teacher.spec, theirs),
+            end_tokens=self.teacher.ends,
         )
         other = None if self.fixed is None else self.fixed["train"].facts
         if other is None:
@@ -207,7 +207,7 @@ class RoundsData(DataPlan):
             nonlocal seen
             data, theirs = config.data, self.teacher.tokenizer
             limits = {"train": data.num_sequences, "validation": data.validation_sequences}
-            rows_.update(own_rows(data, theirs, ends_of(self.teacher.spec, theirs), True, True, None, limits))
+            rows_.update(own_rows(data, theirs, self.teacher.ends, True, True, None, limits))
             seen = prompts_digest(rows_, data.seq_len, self.teacher)
             return {split: [*map(bare, each)] for split, each in rows_.items()}
 

@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.format.codec import SAMPLING
-from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import POLICY, WRITTEN
-from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import documents_of, has_prompts
@@ -42,7 +41,7 @@ from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
 from kdtrain.models.generate import generate
 from kdtrain.models.loading import check_fits, model_digest
-from kdtrain.models.tokenizer import digest_of, end_tokens, ends_of, named, tokenizer_digest
+from kdtrain.models.tokenizer import digest_of, end_tokens, named, tokenizer_digest
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
 from kdtrain.precision.modes import autocast
@@ -105,7 +104,7 @@ class RolloutAnswers(ShardAnswers):
         self.apart = 0.0
         """The largest difference, nats, between log p at the draw and by the forward of training."""
 
-    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
         found, drawn_BT = rows, rows.kept.get(POLICY)
         if not self._given:
@@ -118,9 +117,9 @@ class RolloutAnswers(ShardAnswers):
             self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
         return found, lambda: kept
 
-    def _kept(self, rows: ShardRows) -> Arrays:
+    def _kept(self, rows: ShardRows) -> dict[str, np.ndarray]:
         """Return what is kept of written rows, both sides; a row with a non-finite log p of the student's is broken."""
-        parts = list[Arrays]()
+        parts = list[dict[str, np.ndarray]]()
         for start in range(0, len(rows), self._scored):
             part = rows[slice(start, min(start + self._scored, len(rows)))]
             read, back_BT = part, None
@@ -335,7 +334,7 @@ def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: C
 
     UsageError: the student has another tokenizer, or cannot read sequences of this length; the file cannot be read.
     """
-    name, data, ends = given.by, config.data, ends_of(teacher.spec, teacher.tokenizer)
+    name, data, ends = given.by, config.data, teacher.ends
     most, known, student, more = config.text.max_new_tokens, True, None, None
     policy: dict[str, Any] = {"spec": name, "weights_digest": None, "step": None, "round": 0, "attempt": 1}
     found: dict[str, list[PackedRow]] | None = None
