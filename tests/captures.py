@@ -5,7 +5,7 @@ from pathlib import Path
 
 import kdtrain as kd
 from kdtrain.config.sections import CodecConfig, DataConfig, TextConfig
-from kdtrain.plugins.served import ServerConfig
+from kdtrain.plugins.served.options import ServerConfig
 from tests.stand_in import StandIn
 
 PREFLIGHT = 25

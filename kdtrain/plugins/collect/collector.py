@@ -33,7 +33,6 @@ from transformers.pytorch_utils import Conv1D
 from kdtrain.errors import UsageError, log
 from kdtrain.files import published, set_aside
 from kdtrain.objective.batch import Batch
-from kdtrain.plugins.collect import CollectConfig
 from kdtrain.training.observers import Observer, ObserverRequest, StepView
 
 MOST_BYTES = 2**32
@@ -54,14 +53,14 @@ class Collector(Observer):
 
     Args:
         path: the HDF5 file; rows of an earlier part of the run are kept.
-        options: what to collect, and when.
+        options: the `CollectConfig`, what to collect and when.
         run: the run; errors are those of its format.
 
     Raises:
         UsageError: no linear layer has such a name.
     """
 
-    def __init__(self, path: Path, options: CollectConfig, run: ObserverRequest) -> None:
+    def __init__(self, path: Path, options: Any, run: ObserverRequest) -> None:
         linear = {name: each for name, each in run.model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
         pattern = options.collect_tensors or ""
         self.layers = {name: each for name, each in linear.items() if fnmatch.fnmatchcase(name, pattern)}

@@ -36,9 +36,9 @@ import requests
 from kdtrain.errors import RunError, UsageError, log, printable, shown_address
 from kdtrain.net.address import ALLOW_HTTP, is_inside
 from kdtrain.net.request import LATER, Passing, Session, body, reason, retry_after
-from kdtrain.plugins.served import KEY, api_url
 from kdtrain.plugins.served.answers import Choice, Wrong
 from kdtrain.plugins.served.engine import Engine
+from kdtrain.plugins.served.options import KEY, api_url
 
 T = TypeVar("T")
 

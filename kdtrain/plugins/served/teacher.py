@@ -35,11 +35,11 @@ from kdtrain.files import json_digest
 from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
-from kdtrain.plugins.served import ServerConfig
 from kdtrain.plugins.served.answers import Arrays, Span, answers_of, spans_of
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered
 from kdtrain.plugins.served.engine import ENGINES, Engine
 from kdtrain.plugins.served.fingerprint import Fingerprint
+from kdtrain.plugins.served.options import ServerConfig
 from kdtrain.plugins.served.preflight import Preflight
 from kdtrain.ranks import on_main
 from kdtrain.teaching.teacher import Writing

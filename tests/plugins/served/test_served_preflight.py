@@ -11,7 +11,8 @@ import torch
 import kdtrain as kd
 from kdtrain.config.sections import CodecConfig, DataConfig
 from kdtrain.models.spec import ModelSpec
-from kdtrain.plugins.served import RunServerConfig, ServerConfig, preflight
+from kdtrain.plugins.served import preflight
+from kdtrain.plugins.served.options import RunServerConfig, ServerConfig
 from kdtrain.plugins.served.teacher import ServedTeacher
 from kdtrain.teaching import teacher
 from tests.captures import WRITES, capture, content

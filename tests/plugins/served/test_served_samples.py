@@ -9,8 +9,8 @@ import torch
 
 import kdtrain as kd
 from kdtrain.config.sections import DataConfig, ObjectiveConfig, TextConfig
-from kdtrain.plugins.served import RunServerConfig
 from kdtrain.plugins.served.engine_samples import SampleRequest, sample
+from kdtrain.plugins.served.options import RunServerConfig
 from kdtrain.run.capture import capturing
 from kdtrain.training.sources.plan import PlanRequest
 from tests.captures import PREFLIGHT, samples_of

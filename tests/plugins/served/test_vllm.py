@@ -25,9 +25,9 @@ from kdtrain.cache.format.codec import CodecSpec, encode_sequences
 from kdtrain.config.sections import CodecConfig, DataConfig, TextConfig
 from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
-from kdtrain.plugins.served import ServerConfig
 from kdtrain.plugins.served.answers import Entry
 from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
+from kdtrain.plugins.served.options import ServerConfig
 from tests.vllm_server import NAME, ROOT, TEACHER, Vllm, free_port, vllm, worn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
