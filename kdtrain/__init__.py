@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kdtrain.checkpoint.tiers import Keep as Keep
     from kdtrain.cli import register_command as register_command
     from kdtrain.commands.distill import distill as distill
-    from kdtrain.config.cache_commands import CacheTeacherConfig as CacheTeacherConfig
+    from kdtrain.config.commands import CacheTeacherConfig as CacheTeacherConfig
     from kdtrain.config.commands import DistillConfig as DistillConfig
     from kdtrain.data.corpus import register_text as register_text
     from kdtrain.errors import RunError as RunError
@@ -79,8 +79,7 @@ _HOME = {
     "kdtrain.checkpoint.tiers": ("Keep",),
     "kdtrain.cli": ("register_command",),
     "kdtrain.commands.distill": ("distill",),
-    "kdtrain.config.cache_commands": ("CacheTeacherConfig",),
-    "kdtrain.config.commands": ("DistillConfig",),
+    "kdtrain.config.commands": ("CacheTeacherConfig", "DistillConfig"),
     "kdtrain.tokenizers.alignment": ("Alignment",),
     "kdtrain.data.corpus": ("register_text",),
     "kdtrain.errors": ("RunError", "UsageError"),

@@ -11,7 +11,7 @@ from kdtrain.cache.read import reader
 from kdtrain.cache.read.reader import open_cache
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.cache.write.sequences import CacheWriter
-from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.values import configured, refuse
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.tokenizers.view import ViewReader

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from kdtrain import cli
-from kdtrain.config import cache_commands, commands
+from kdtrain.config import commands
 from kdtrain.config import sections as section_kinds
-from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.commands import DistillConfig, EvaluateConfig, InspectConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig, EvaluateConfig, InspectConfig
 from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,
@@ -27,7 +26,7 @@ from kdtrain.config.values import configured, fields_of, flag, option, refuse_va
 from kdtrain.errors import UsageError
 
 PACKAGE = Path(section_kinds.__file__).parent
-MODULES = (cache_commands, commands, section_kinds)
+MODULES = (commands, section_kinds)
 CLASSES = [*dict.fromkeys(each for module in MODULES for name, each in vars(module).items() if name.endswith("Config"))]
 
 

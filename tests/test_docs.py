@@ -18,8 +18,7 @@ from benchmarks.performance import scaling
 from kdtrain import cli
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cli.help import help_of
-from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.removed import REMOVED
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.loading import load_student

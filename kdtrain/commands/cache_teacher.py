@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from kdtrain.cache.read.reader import LocalCache
-from kdtrain.commands.cache_result import show_cache
-from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.cache.tools.facts import show_cache
+from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.errors import UsageError, log
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.parallel.agreement import same_ranks

@@ -10,8 +10,7 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.imports import quiet_libraries
-from kdtrain.monitor.facts import closing_page
-from kdtrain.monitor.path_kind import is_run
+from kdtrain.monitor.facts import closing_page, is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported

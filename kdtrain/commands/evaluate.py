@@ -30,10 +30,10 @@ from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
-from kdtrain.monitor.measures import evaluations
-from kdtrain.monitor.path_kind import is_run
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.monitor.record import add_evaluation
+from kdtrain.monitor.runs import evaluations
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode

@@ -16,7 +16,7 @@ from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.models.tokenizer import tokenizer_files
-from kdtrain.monitor.path_kind import read_result
+from kdtrain.monitor.facts import read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
 from kdtrain.run.model_card import card_files

@@ -128,7 +128,7 @@ class _Writer:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        return self._held.enter_context(closing(Encoder(self.tokenizer, Masks("", 0), opening=True)))
+        return self._held.enter_context(closing(Encoder(self.tokenizer, opening=True)))
 
     def rendered(self, messages: Messages, hint: str = "") -> list[int]:
         """Return the tokens of a conversation up to an answer. UsageError, with the hint: the template refuses it."""

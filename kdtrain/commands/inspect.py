@@ -19,23 +19,21 @@ from safetensors import SafetensorError, safe_open
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest, read_sidecar
-from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, heading, parent_lines, tail_rule
+from kdtrain.cache.tools.facts import cache_facts, contents, fidelity, heading, next_step, parent_lines, tail_rule
 from kdtrain.cache.tools.unfinished import progress
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.sealed import STATE, checkpoint_at, problem, read_checkpoint, read_state
 from kdtrain.checkpoint.store import Store
-from kdtrain.commands.cache_result import next_step
 from kdtrain.config.commands import InspectConfig
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, open_regular, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
 from kdtrain.monitor import facts as of_run
-from kdtrain.monitor.facts import TAIL, mib, quoted
-from kdtrain.monitor.measures import evaluations, tested
-from kdtrain.monitor.path_kind import damage_of, kind_of, read_result
+from kdtrain.monitor.facts import TAIL, damage_of, kind_of, mib, quoted, read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
+from kdtrain.monitor.runs import evaluations, tested
 from kdtrain.net.address import Address, parse_address
 from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
 

@@ -16,7 +16,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.config.commands import VerifyConfig
 from kdtrain.config.values import refuse
 from kdtrain.errors import log
-from kdtrain.monitor.path_kind import damage_of, kind_of
+from kdtrain.monitor.facts import damage_of, kind_of
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import parse_address
 from kdtrain.tables import counted, number, show

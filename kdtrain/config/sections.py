@@ -5,6 +5,7 @@ import importlib.util
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +69,11 @@ class DataConfig(Options):
         for each in dataclasses.fields(self):
             changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
             yield changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out"
+
+    def sources(self, limits: Mapping[str, int | None]) -> dict[str, str]:
+        """Return the split of the data for each of `limits`: a cache calls the requested one train, adds validation."""
+        second = "validation" if "train" in limits else self.split
+        return {name: {"train": self.split, "validation": second}[name] for name in limits}
 
 
 DEFAULT_PROMPT = 64

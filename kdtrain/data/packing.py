@@ -73,7 +73,7 @@ def pack(
     """
     if seq_len < 1 or num_workers < 0:
         raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
-    encoder = Encoder(tokenizer, Masks("", seq_len) if masks is None else masks, parse=parse_special_tokens)
+    encoder = Encoder(tokenizer, masks, parse=parse_special_tokens)
     return _packed(encoder, _batches(documents), num_workers, seq_len, document_mask, whole)
 
 
@@ -253,11 +253,12 @@ def _stream(tokens: list[int], label: bool = True) -> _Array:
 class Encoder:
     """Turns a batch of pieces into its part of the stream; may be called from several threads.
 
-    opening: conversations are rendered for an answer (`prompt`), and not whole. parse: texts may spell special tokens.
+    masks: counts what it encodes; None: nothing is logged. opening: conversations are rendered for an answer
+    (`prompt`), and not whole. parse: texts may spell special tokens.
     """
 
-    def __init__(self, tokenizer: Any, masks: Masks, opening: bool = False, parse: bool = False) -> None:
-        self.masks = masks
+    def __init__(self, tokenizer: Any, masks: Masks | None = None, opening: bool = False, parse: bool = False) -> None:
+        self.masks = masks or Masks("", 0)
         self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UsageError(f"{self._name} has no fast backend; use one whose folder holds a tokenizer.json")

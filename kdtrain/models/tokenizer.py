@@ -82,6 +82,11 @@ class ChatTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, generation: GenerationConfig | None) -> None:
         self.tokenizer, self.generation = tokenizer, generation
 
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast, spec: ModelSpec) -> "ChatTokenizer":
+        """Pair the tokenizer of a spec with its settings. UsageError: they cannot be read."""
+        return cls(tokenizer, generation_of(spec))
+
     def save_pretrained(self, folder: Path) -> None:
         """Write the files into an existing folder, and nowhere else."""
         save_tokenizer(self.tokenizer, folder)

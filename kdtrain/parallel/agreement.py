@@ -20,9 +20,8 @@ from typing import Any
 import torch
 import transformers
 
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import BACKENDS, DIVERGENCES, OPTIMIZERS, SOURCES, TAILS, TEACHERS, TEMPERATURES, TEXTS
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.values import flag, marked, sections
 from kdtrain.errors import UsageError
 from kdtrain.ranks import all_gather_object, process_group, raise_on_all_ranks, reported, world_size

@@ -40,9 +40,8 @@ from typing import Any, Literal
 
 import torch
 
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import OPTIMIZERS
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.sections import ParallelConfig
 from kdtrain.errors import UsageError, log
 from kdtrain.models.scratch import configuration, parameter_count

@@ -30,6 +30,7 @@ throughout if the high mode is fp32.
 Shape suffixes: N tokens, D inputs, O outputs.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -180,6 +181,17 @@ class FormatRecipe:
     """How the largest magnitude of an MX block decides its exponent."""
     stochastic: bool = False
     """Round gradients stochastically."""
+
+    def rounded(self, values_RC: Tensor, kind: str) -> tuple[Tensor, Tensor | float]:
+        """Return an operand [R, C] of a sum along C as the format holds it, in fp32, and its largest magnitudes [R, C].
+
+        kind: weight, activation or gradient. The largest magnitudes are infinite where no element is clamped.
+        """
+        kept, scale = quantized_operand(values_RC, self, kind, 1, torch.float32)
+        element = ELEMENTS[self.gradient if kind == "gradient" else self.forward]
+        if self.scaling == "mx":
+            return kept, element.largest * mx_scale(values_RC, element, 1, self.control)
+        return kept if scale is None else kept * scale, math.inf
 
 
 Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]

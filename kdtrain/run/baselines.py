@@ -1,27 +1,20 @@
 """What a run has to beat, known before its first step: a bigram of its text, its teacher, and the runs beside it.
 
-The bigram is fitted on the tokens of the training split, with the smoothing of Witten and Bell (1991): of a token that
-was seen n times, before t different ones, a share of t / (n + t) goes to the unigrams, of whose N tokens of T kinds a
-share of T / (N + T) is even. Of a sound teacher no text is so strange that counting pairs predicts it better.
+Of a sound teacher no text is so strange that counting pairs predicts it better.
 """
 
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
-
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, log
 from kdtrain.monitor.writers import Writers
+from kdtrain.training.sources.cache import MEASURED, CachedSource, first_rows
 from kdtrain.training.sources.source import Source
 from kdtrain.training.state import Progress
 
-_MOST = 4_000_000
-"""Tokens that the bigram is fitted on, at most."""
-_MEASURED, _NUMBERS = 2**16, 2**26
-"""Tokens that a loss is measured on, at most, and numbers that are read for it from whole distributions."""
-_SHARDS = 4
-"""Shards that are read, at most."""
+_NUMBERS = 2**26
+"""Numbers that are read from whole distributions for a loss, at most."""
 
 
 class Baselines(NamedTuple):
@@ -58,10 +51,10 @@ def baselines(train: Source, validation: Source, beside: tuple[str, float] | Non
     Of a mixture, a text in other tokens or one that is still being answered nothing is measured; what cannot be read is
     unknown.
     """
-    readers = [getattr(each, "reader", None) for each in (train, validation)]
-    if getattr(train, "growing", None) is None and all(isinstance(each, CacheReader) for each in readers):
+    own, held = (getattr(each, "reader", None) for each in (train, validation))  # of a source around one, too
+    if getattr(train, "growing", None) is None and isinstance(own, CacheReader) and isinstance(held, CacheReader):
         with suppress(RunError, OSError):
-            return Baselines(bigram_loss(*readers), label_loss(readers[0]), beside)  # type: ignore[arg-type]
+            return Baselines(CachedSource(own).bigram_loss(held), label_loss(own), beside)
     return Baselines(None, None, beside)
 
 
@@ -70,47 +63,13 @@ def label_loss(reader: CacheReader) -> float | None:
     settings, codec = reader.manifest.settings, reader.manifest.codec
     if not (codec.taught and reader.manifest.knows_labels):
         return None
-    most = min(_MEASURED, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1))
+    most = min(MEASURED, _NUMBERS // (settings.vocab_size if codec.kind == "dense" else 1))
     with suppress(RunError, OSError):  # what cannot be read is unknown
-        batch = reader.read(_rows(reader, most))
+        batch = reader.read(first_rows(reader, most))
         assert batch.targets is not None
         counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
         return -float(counted_N.mean()) if len(counted_N) else None
     return None
-
-
-def bigram_loss(train: CacheReader, validation: CacheReader, most: int = _MOST) -> float | None:
-    """Return the cross-entropy of a bigram of at most `most` tokens of `train` on some of `validation`, nats per token.
-
-    None: no token counts there.
-    """
-    tokens, text = train.text(_rows(train, most))["tokens"], validation.text(_rows(validation, _MEASURED))
-    held, mask = text["tokens"], text["loss_mask"].astype(bool)
-    before, label = held[:, :-1][mask], held[:, 1:][mask]
-    if not len(label):
-        return None
-    size = int(max(tokens.max(), held.max())) + 1
-    counts = np.bincount(tokens.ravel(), minlength=size)
-    kinds, number = np.count_nonzero(counts), tokens.size
-    unigram = (counts + kinds / size) / (number + kinds)
-    pairs, seen = np.unique(tokens[:, :-1].astype(np.int64).ravel() * size + tokens[:, 1:].ravel(), return_counts=True)
-    firsts = pairs // size
-    followed, others = np.bincount(firsts, seen, size), np.bincount(firsts, minlength=size)
-    wanted = before.astype(np.int64) * size + label
-    at = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
-    found = np.where(pairs[at] == wanted, seen[at], 0)
-    total = followed[before] + others[before]
-    chance = np.where(total > 0, (found + others[before] * unigram[label]) / np.maximum(total, 1), unigram[label])
-    return float(-np.log(chance).mean())
-
-
-def _rows(reader: CacheReader, tokens: int) -> list[int]:
-    """Return the first sequences of a few shards, about so many tokens in all: a shard is hashed when it is opened."""
-    shards = reader.manifest.splits[reader.split]["shards"]
-    chosen = sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})
-    each = max(1, tokens // reader.manifest.settings.seq_len // len(chosen))
-    firsts = np.cumsum([0, *(shard["sequences"] for shard in shards)]).tolist()
-    return [row for at in chosen for row in range(firsts[at], min(firsts[at] + each, firsts[at + 1]))]
 
 
 def log_outcome(progress: Progress, writers: Writers, plain: tuple[str, float] | None) -> None:

@@ -24,7 +24,7 @@ from kdtrain.objective.temperature import build_temperature
 from kdtrain.parallel.agreement import agree, code, weights_digest
 from kdtrain.parallel.parallelize import parallelize, shard
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import raise_on_all_ranks
+from kdtrain.ranks import is_main, raise_on_all_ranks
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.training.observers import ObserverRequest, observers_of
@@ -58,7 +58,9 @@ def build(recipe: Recipe) -> Run:
 
             hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
         quantised, dtype = _quantize(recipe, model), head_dtype(recipe.formats.high) or torch.float32
-        request = ObserverRequest(config=config, model=model.model, recipe=recipe.formats.recipe, dtype=dtype)
+        request = ObserverRequest(
+            config=config, model=model.model, recipe=recipe.formats.recipe, dtype=dtype, main=is_main()
+        )
         observers = observers_of(request)
         identity = recipe.identity | _identity(recipe, model, teacher)
         answers = None if teacher is None else dict(teacher.identity)

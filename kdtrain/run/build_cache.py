@@ -1,7 +1,7 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs (`TextData`) and evaluations need."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -20,20 +20,18 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, 
 from kdtrain.cache.format.names import MANIFEST, PIECES, WRITTEN
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
-from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.sections import DEFAULT_PROMPT, DataConfig
+from kdtrain.config.commands import CacheTeacherConfig
+from kdtrain.config.sections import DEFAULT_PROMPT, DataConfig, TextConfig
 from kdtrain.data.corpus import has_prompts, stated_text
 from kdtrain.data.masks import Counts, Masks
-from kdtrain.data.packed import WHOLE
+from kdtrain.data.packed import WHOLE, PackedRow
 from kdtrain.data.packing import packed_rows, prompt_rows
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import read_sealed, set_aside
 from kdtrain.models.loading import check_student
 from kdtrain.models.tokenizer import (
     ChatTokenizer,
-    ends_of,
     filler_token,
-    generation_of,
     load_tokenizer,
     tokenizer_digest,
 )
@@ -42,7 +40,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.parallel.agreement import agree
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher, Writing
-from kdtrain.tokenizers.view_format import TEXT, own_data
+from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
 from kdtrain.training.sources.cache import open_sources
 from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest, Rows, register_plan
 from kdtrain.training.sources.source import Source
@@ -78,7 +76,7 @@ def build_cache(
         counts, text = there.text_counts or {}, there.text
     agree(settings.to_json)
     stated = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
-    saved = ChatTokenizer(teacher.tokenizer, generation_of(teacher.spec))
+    saved = ChatTokenizer.of(teacher.tokenizer, teacher.spec)
     options = {"tokenizer": saved, "batch_size": config.batch_size, "all_ranks": True}
     return _write(config.out, settings, rows, progress, teacher=teacher.answers(settings), stated=stated, **options)
 
@@ -93,7 +91,7 @@ def begun(
             how = Writing(
                 temperature=config.text.gen_temperature,
                 top_p=config.text.gen_top_p,
-                end_tokens=ends_of(teacher.spec, teacher.tokenizer),
+                end_tokens=teacher.ends,
                 seed=config.seed,
                 batch_size=config.batch_size,
             )
@@ -136,7 +134,7 @@ def refuse_no_rows(
     tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
     data = decided(data, folder)
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=len(tokenizer)), limits)
-    for split, source in text_sources(data, limits).items():
+    for split, source in data.sources(limits).items():
         not_empty(split, packed_rows(data, source, tokenizer, None, Masks("", data.seq_len)), settings)
 
 
@@ -264,12 +262,12 @@ def _prompts(
     prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
     rows = {
         name: prompt_rows(config.data, source, tokenizer, limits[name], filler=filler, **prompts)
-        for name, source in text_sources(config.data, limits).items()
+        for name, source in config.data.sources(limits).items()
     }
     return prompts, rows
 
 
-def build_prompts(config: CacheTeacherConfig, teacher: Teacher, rows: Rows | None = None) -> None:
+def build_prompts(config: CacheTeacherConfig, teacher: Teacher, rows: Mapping[str, Iterable[PackedRow]] | None) -> None:
     """Write the prompts that `--generate` would continue into a cache of bare tokens, in this process alone.
 
     rows: of each split, in their place.
@@ -278,12 +276,13 @@ def build_prompts(config: CacheTeacherConfig, teacher: Teacher, rows: Rows | Non
     tokenizer.pinned = pin_text(config.out, data, tokenizer)  # type: ignore[attr-defined]
     tokenizer.pinned.pop("packing", None)  # type: ignore[attr-defined]
     codec = CodecSpec(kind="tokens", vocab_size=teacher.vocab_size)
-    prompts, found = _prompts(config, tokenizer, ends_of(teacher.spec, tokenizer))
+    prompts, found = _prompts(config, tokenizer, teacher.ends)
     settings = _settings(data, tokenizer, codec, config.splits())
     settings = replace(settings, data={**settings.data, "prompts": prompts})
     stated = {"text": known_text(config.out, data, packed=True)}
-    saved = ChatTokenizer(tokenizer, generation_of(teacher.spec))
-    _write(config.out, settings, rows or found, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
+    saved = ChatTokenizer.of(tokenizer, teacher.spec)
+    found = {split: iter(each) for split, each in (rows or found).items()}
+    _write(config.out, settings, found, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
 
 
 def validation_rows(
@@ -370,19 +369,39 @@ class TextData(DataPlan):
                 set_aside(self.config.out, folder.name, "left")
             checks = [] if self.teacher is None else [self.teacher.check]
             data = decided(self.config.data, folder if resumed else None, *checks, partial(check_student, self.student))
-            try:
-                build_tokens(folder, data, tokenizer, width)
-            except UsageError:
-                if resumed or own_data(folder) not in ("tokens", "nothing"):
-                    raise
-                set_aside(self.config.out, folder.name, "left")
-                build_tokens(folder, data, tokenizer, width)
+            self._build(folder, resumed, lambda: build_tokens(folder, data, tokenizer, width))
             return data
 
         self.options = {"data": on_main(pack)}
         with raise_on_all_ranks():
             sources = open_sources(self.config, [folder])
         return sources, sources["validation"]
+
+    def prompts(
+        self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None
+    ) -> LocalCache:
+        config, teacher = self.config, self.teacher
+        assert teacher is not None, "a teacher scores what is written behind them"
+        text, folder = TextConfig(generate=True, prompt_tokens=width), config.out / PROMPTS
+        prompting = CacheTeacherConfig(teacher=str(config.teacher), out=folder, data=config.data, text=text)
+        found = None
+        if rows is not None:
+            pinned = on_main(lambda: pin_text(folder, config.data, teacher.tokenizer))
+            teacher.tokenizer.pinned = pinned  # type: ignore[attr-defined]
+            with raise_on_all_ranks():
+                found = rows()
+        on_main(lambda: self._build(folder, resumed, lambda: build_prompts(prompting, teacher, found)))
+        return LocalCache(folder)
+
+    def _build(self, folder: Path, resumed: bool, build: Callable[[], Any]) -> None:
+        """Call `build`, again where an earlier attempt with other options filled the folder, which is set aside."""
+        try:
+            build()
+        except UsageError:
+            if resumed or own_data(folder) not in ("tokens", "nothing"):
+                raise
+            set_aside(self.config.out, folder.name, "left")
+            build()
 
 
 def _stored(folder: Path) -> CacheSettings:
@@ -420,15 +439,9 @@ def _settings(
 
 def _text(data: DataConfig, tokenizer: PreTrainedTokenizerFast, limits: dict[str, int | None], counts: Counts) -> Rows:
     """Return the rows of each split. counts: see `Masks`."""
-    sources = text_sources(data, limits)
+    sources = data.sources(limits)
     masks = {name: Masks(split, data.seq_len, name == next(iter(limits)), counts) for name, split in sources.items()}
     return {name: packed_rows(data, sources[name], tokenizer, limits[name], masks[name]) for name in limits}
-
-
-def text_sources(data: DataConfig, limits: dict[str, int | None]) -> dict[str, str]:
-    """Return the splits of the data: a cache calls the requested one train, and adds validation."""
-    sources = {"train": data.split, "validation": "validation" if "train" in limits else data.split}
-    return {name: sources[name] for name in limits}
 
 
 def _write(

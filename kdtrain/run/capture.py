@@ -22,8 +22,7 @@ from kdtrain.cache.tools.facts import contents
 from kdtrain.cache.tools.unfinished import progress
 from kdtrain.cache.write.folder import claim_folder
 from kdtrain.cache.write.writer import CacheBuilder, not_empty
-from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack, split_text
@@ -48,7 +47,6 @@ from kdtrain.run.build_cache import (
     refined_cache,
     refuse_no_rows,
     refuse_other_teacher,
-    text_sources,
     validation_rows,
 )
 from kdtrain.run.folder import check_out, existing_parent, restarted, trial_folder
@@ -131,7 +129,9 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
     with raise_on_all_ranks():
         teacher.load(sharded)
         if config.writer is not None:
-            teacher = config.writer.teacher(config, teacher, device)
+            from kdtrain.run.saved_student import open_student
+
+            teacher = config.writer.teacher(config, teacher, partial(open_student, device=device))
     config = with_mask(teacher.check)
     document_mask = bool(config.data.document_mask) if refined is None else refined.manifest.settings.document_mask
     with raise_on_all_ranks():
@@ -219,7 +219,7 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
                 read += len(part.text or json.dumps(part.messages))
                 yield part
 
-    for split, source in text_sources(data, config.splits()).items():
+    for split, source in data.sources(config.splits()).items():
         limit, text, until = config.splits()[split], pieces(source), time.monotonic() + _SECONDS
         whole = "packing" in teacher.tokenizer.pinned  # type: ignore[attr-defined]
         packed = pack(

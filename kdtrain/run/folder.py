@@ -48,11 +48,10 @@ from kdtrain.files import (
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.facts import LOCK as LOCK
-from kdtrain.monitor.path_kind import is_environment
-from kdtrain.monitor.path_kind import is_run as is_run
+from kdtrain.monitor.facts import is_environment
+from kdtrain.monitor.facts import is_run as is_run
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
-from kdtrain.training.schedule import total_steps
 from kdtrain.training.state import read_saved
 
 TOKENIZER = "tokenizer"
@@ -328,7 +327,7 @@ def planned_before(config: DistillConfig, sequences: int) -> int | None:
     with suppress(OSError, ValueError):
         return typed(read_json(config.out / "environment.json", dict[str, Any]).get("steps"), int)
     with suppress(OSError, ValueError):  # of a version that did not write it
-        return total_steps(config, sequences, typed(read_toml(config.out / "config.toml").get("run"), _Length))
+        return config.total_steps(sequences, typed(read_toml(config.out / "config.toml").get("run"), _Length))
     return None
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import kdtrain
 from kdtrain.cache.format.manifest import Manifest, read_manifest
-from kdtrain.cache.tools.facts import cache_facts
-from kdtrain.cache.write.card import CARD
+from kdtrain.cache.tools.facts import CARD, cache_facts
 from kdtrain.config.choices import resolve_tail
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import fields_of, marked
@@ -25,7 +24,6 @@ from kdtrain.files import read_toml
 from kdtrain.monitor.facts import alphas
 from kdtrain.run.folder import TOKENIZER, to_toml
 from kdtrain.tables import facts_table, markdown, markdown_text, percent
-from kdtrain.tokenizers.view_format import viewed_settings
 
 RECIPE = "recipe.toml"
 _HOW = {"out", "config", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"}
@@ -129,7 +127,13 @@ def card_files(
 
 def cache_of(run: Path, state: Mapping[str, Any]) -> str:
     """Return the digest of the cache that a run read; across tokenizers its state names the view."""
-    return str((viewed_settings(run / "data") or viewed_settings(run / "view") or state)["cache"])
+    for place in (run / "data", run / "view"):
+        if place.is_dir():
+            from kdtrain.tokenizers.view_format import viewed_settings
+
+            if (settings := viewed_settings(place)) is not None:
+                return settings["cache"]
+    return str(state["cache"])
 
 
 def _members(run: Path, state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from kdtrain.cache.format.manifest import refuse_tokenizer
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import DIVERGENCES, GROWS_WITH_T, LOGGERS, MAXIMIZES, TEMPERATURES
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.rates import WORDS, Kind, rate_of
 from kdtrain.config.sections import LoraConfig, ObjectiveConfig
 from kdtrain.errors import UsageError, log, warn_early
@@ -45,7 +44,6 @@ from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import free_everywhere, is_main, on_main, pick_device, raise_on_all_ranks, reported
 from kdtrain.run.folder import restarted, run_lock, saved_choices
 from kdtrain.tables import short
-from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
@@ -257,7 +255,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         formats=formats,
         plan=plan,
         micro=micro,
-        total=total_steps(given, len(sources["train"])),
+        total=given.total_steps(len(sources["train"])),
         compiles=compiles,
     )
 

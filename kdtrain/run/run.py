@@ -19,8 +19,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import is_adapter
 from kdtrain.models.spec import is_export
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
-from kdtrain.monitor.facts import RESULT, alphas
-from kdtrain.monitor.path_kind import best_run_beside, count_warnings, read_result
+from kdtrain.monitor.facts import RESULT, alphas, best_run_beside, count_warnings, read_result
 from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size

@@ -17,7 +17,7 @@ from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.models.tokenizer import generation_from
 from kdtrain.run.folder import TOKENIZER, is_run
 from kdtrain.run.model_card import cache_of, public
-from kdtrain.training.state import load_saved
+from kdtrain.training.state import load_saved, read_saved
 
 
 def merged_line(kind: str, loss: float | None, merged: float | None, out: str) -> str:
@@ -50,6 +50,11 @@ class OpenedStudent(NamedTuple):
     """The place of its tokenizer."""
     checkpoint: Path | None = None
     """The checkpoint that it was read from."""
+
+    @property
+    def step(self) -> int | None:
+        """The step of that checkpoint."""
+        return None if self.checkpoint is None else int(read_saved(self.checkpoint)["progress"]["step"])
 
 
 def tokenizer_place(name: str, kind: Kind = "students") -> Path | str | None:

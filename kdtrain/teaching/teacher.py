@@ -27,7 +27,7 @@ from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
-from kdtrain.models.tokenizer import load_tokenizer
+from kdtrain.models.tokenizer import ends_of, load_tokenizer
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.parallel.layout import RankLayout
@@ -103,6 +103,11 @@ class Teacher:
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the teacher's spec."""
         return load_tokenizer(self.spec)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end its texts, ascending. UsageError: the generation settings cannot be read."""
+        return ends_of(self.spec, self.tokenizer)
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
         """Estimate the memory of a forward of sequences of `seq_len`, before loading; None if there is no estimate."""

@@ -30,13 +30,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 
 from kdtrain.cache.format.codec import draw_points, encode, grid_offset, uniforms
 from kdtrain.cache.format.compression import Arrays
-from kdtrain.cache.format.manifest import CacheSettings, end_tokens
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.write.answers import Encode, Logits, ShardAnswers, ShardRows
-from kdtrain.cache.write.generated_text import finish_reasons
-from kdtrain.errors import UsageError, log
+from kdtrain.errors import UsageError
 from kdtrain.models.generate import draw
-from kdtrain.ranks import world_size
-from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing
 
 BLOCK = 32
@@ -127,7 +124,7 @@ class WrittenAnswers(ShardAnswers):
         found = continued(self._generate, rows, self._how, kept.take)
         kept.take_certain(found)
         if self._first:
-            log_first_texts(found, self._settings, time.monotonic() - started)
+            found.log_first(self._settings, time.monotonic() - started)
         self._first = False
         return found, lambda: kept.arrays
 
@@ -163,19 +160,6 @@ class _Kept:
             logits_NV = torch.full((len(part), self._spec.vocab_size), NOTHING, device=self._device)
             logits_NV.scatter_(1, torch.from_numpy(labels)[:, None].to(self._device), 0.0)
             self.take(part[:, 0], part[:, 1], labels, logits_NV)
-
-
-def log_first_texts(rows: ShardRows, settings: CacheSettings, seconds: float | None = None) -> None:
-    """Log how long all texts take, by the seconds that the first ones took, and that most of them are cut."""
-    limits = settings.sequences.values()
-    if seconds is not None and None not in limits:
-        most = sum(filter(None, limits))
-        left = duration(seconds / len(rows) * most / world_size())
-        log.info("the first %s texts took %s: %s take about %s", len(rows), duration(seconds), most, left)
-    cut = finish_reasons(rows.tokens, rows.loss_mask, end_tokens(settings)).count("length")
-    if 2 * cut > len(rows):
-        room = "--max-new-tokens or --seq-len gives more room"
-        log.warning("%s of the first %s texts were cut before their end; %s", cut, len(rows), room)
 
 
 def refuse_other_logits(generate: Generate, score: Callable[[Tensor], Tensor], name: str, vocab_size: int) -> None:

@@ -98,6 +98,8 @@ class ObserverRequest:
     """The format of its quantised products; None if it has none."""
     dtype: torch.dtype
     """Of its other products."""
+    main: bool = True
+    """Whether this is rank 0, which writes."""
 
 
 def observers_of(request: ObserverRequest) -> tuple[Observer, ...]:

@@ -6,27 +6,8 @@ step (SGDR, arXiv 1608.03983, one period), `constant` stays, and `wsd` (warm-up,
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import OptimizerConfig
-from kdtrain.config.values import USUAL_STEPS
-
-
-def total_steps(config: DistillConfig, sequences: int, length: Mapping[str, Any] | None = None) -> int:
-    """Return the planned steps of a run over a training split of `sequences`.
-
-    length: `steps` and `epochs` of an earlier start instead of those in `config`.
-    """
-    given = vars(config) if length is None else length
-    steps, epochs = given.get("steps"), given.get("epochs")
-    if epochs is not None:
-        return max(round(epochs * sequences / config.batch_size), 1)
-    if steps is None and config.checkpoint.override_opt_param_scheduler and config.optimizer.decay_steps:
-        decay = config.optimizer.decay_steps  # only a decay, from another run's weights
-        return min(config.optimizer.warmup_steps, decay) + decay
-    return steps or USUAL_STEPS
 
 
 def run_length(planned: int, config: OptimizerConfig, decay_from: int | None) -> int:

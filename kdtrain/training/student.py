@@ -32,7 +32,7 @@ from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import Batch, Collator
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.measured import measured
-from kdtrain.objective.metrics import measure
+from kdtrain.objective.metrics import chunks, measure
 from kdtrain.objective.targets import Supervision, per_token
 from kdtrain.objective.temperature import Temperature
 from kdtrain.parallel.parallelize import reshard
@@ -426,6 +426,22 @@ class Student(PreTrainedModel):
         """
         with self.switch.at("high"), self.eager():
             return self._hidden(lambda *inputs: (self.model(*inputs), []), batch)[0]
+
+    @torch.no_grad()
+    def label_logprobs(self, tokens_BT1: Tensor) -> Tensor:
+        """Return log p [B, T] of the labels at T = 1, fp32, by the forward of training in evaluation mode."""
+        training = self.training
+        self.eval()
+        tokens_BT1 = tokens_BT1.to(self.device)
+        mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
+        hidden_ND = self.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
+        rows, head = Supervision(tokens_BT1[:, 1:].flatten(), mask_BT.flatten(), None), self.model.head.gathered()
+        found = [
+            head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
+            for _, z_RV, own in chunks(hidden_ND, head, rows, self.vocab_size)
+        ]
+        self.train(training)
+        return torch.cat(found).float().view(mask_BT.shape)
 
     def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states, and the states of the hidden-state loss's layers; in training the router's loss."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
-from kdtrain.cache.tools.alignment import detect
+from kdtrain.cache.tools.self_check import detect
 from kdtrain.objective.batch import Batch
 
 V, T = 64, 40

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.tools import facts as card
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.cache.write import card
 from kdtrain.files import publish_json, read_sealed
 from kdtrain.library import Cache
 

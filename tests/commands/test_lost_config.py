@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from kdtrain.monitor.path_kind import is_run
+from kdtrain.monitor.facts import is_run
 
 RUN = ("distill", "--cache", "cache", "--student", "student.toml", "--checkpoint-freq", 1)
 SPOILED = {

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kdtrain.library import Cache
-from kdtrain.run.baselines import bigram_loss, label_loss
+from kdtrain.run.baselines import label_loss
+from kdtrain.training.sources.cache import CachedSource
 
 ROOT = Path(__file__).resolve().parents[2]
 TEACHER = ROOT / "teachers/stdlib-5m"
@@ -52,7 +53,7 @@ def test_a_cache_and_a_run_begin_with_the_teachers_loss_and_a_bigrams(bench, tau
     assert first["validation/teacher_loss"] == pytest.approx(losses["validation"], abs=1e-4)
     teacher = f"teacher {losses['validation']:.3f} on validation, {losses['train']:.3f} on train"
     best = json.loads((bench.root / "runs/text/result.json").read_text())["best_validation_loss"]
-    bigram = bigram_loss(*(reader[split] for split in ("train", "validation")))
+    bigram = CachedSource(reader["train"]).bigram_loss(reader["validation"])
     assert line.endswith(f"{teacher}; a bigram of the text {bigram:.3f}; best here runs/text {best:.3f}; alpha 0.9")
     assert "weak-teacher" not in (bench.root / "runs/right/events.jsonl").read_text()
 
@@ -84,4 +85,4 @@ def test_the_bigram_is_that_of_witten_and_bell(bench, taught):
             if seen := after.get(before):
                 chance = (seen[token] + len(seen) * chance) / (seen.total() + len(seen))
             total, tokens = total - math.log(chance), tokens + 1
-    assert bigram_loss(train, validation) == pytest.approx(total / tokens, rel=1e-12)
+    assert CachedSource(train).bigram_loss(validation) == pytest.approx(total / tokens, rel=1e-12)

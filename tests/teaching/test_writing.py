@@ -15,7 +15,7 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
 from kdtrain.cache.write.answers import ShardRows
 from kdtrain.cache.write.generated_text import finish_reasons
-from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import CacheParallelConfig, DataConfig, TextConfig
 from kdtrain.data.corpus import has_prompts
 from kdtrain.data.packing import prompt_rows

@@ -18,9 +18,13 @@ from torch import Tensor
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import encode_sequences, grid_offset
 from kdtrain.cache.format.compression import Arrays
-from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.manifest import CacheSettings, end_tokens
+from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.data.packed import PackedRow
+from kdtrain.errors import log
 from kdtrain.objective.batch import Batch
+from kdtrain.process import world_size
+from kdtrain.tables import duration
 
 Logits = Callable[[Tensor, Tensor | None], Tensor]
 """tokens_BT and, with a document mask, segments_BT -> logits [B, T, V] of the next token."""
@@ -68,6 +72,18 @@ class ShardRows:
         for part, dtype in ((self.tokens, "<u4"), (self.loss_mask, "u1"), (self.segments, "<u4")):
             sha.update(np.ascontiguousarray(part, dtype=dtype).tobytes())
         return sha.hexdigest()
+
+    def log_first(self, settings: CacheSettings, seconds: float | None = None) -> None:
+        """Log how long all texts take, by the seconds that these took to write, and that most of them are cut."""
+        limits = settings.sequences.values()
+        if seconds is not None and None not in limits:
+            most = sum(filter(None, limits))
+            left = duration(seconds / len(self) * most / world_size())
+            log.info("the first %s texts took %s: %s take about %s", len(self), duration(seconds), most, left)
+        cut = finish_reasons(self.tokens, self.loss_mask, end_tokens(settings)).count("length")
+        if 2 * cut > len(self):
+            room = "--max-new-tokens or --seq-len gives more room"
+            log.warning("%s of the first %s texts were cut before their end; %s", cut, len(self), room)
 
 
 class ShardAnswers:

@@ -17,7 +17,7 @@ from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
-from kdtrain.cache.write.card import write_card
+from kdtrain.cache.tools.facts import write_card
 from kdtrain.cache.write.folder import file_digests
 from kdtrain.cache.write.shard_writer import is_of
 from kdtrain.errors import RunError

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kdtrain.cli import register_module
-from kdtrain.config.cache_commands import check_device
+from kdtrain.config.commands import check_device
 from kdtrain.config.values import Printed, option
 
 

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.tools.self_check import OTHER_ROWS
 from kdtrain.objective.targets import SparseTargets, Targets
 from kdtrain.plugins.audit.evidence import LOWEST
 
@@ -135,7 +134,7 @@ def diagnose(rows: Sequence[Gains], matched: Sequence[int | None] = ()) -> Diagn
     moved = sum(each is not None for each in matched)
     divergence = float(np.mean([row[AHEAD][1] for row in rows]))  # without the label's part
     if moved > len(matched) / 2:
-        return Diagnosis(OTHER_ROWS, moved / len(matched), divergence, number)
+        return Diagnosis("targets of other rows", moved / len(matched), divergence, number)
     shares = {name: _share(np.array([row[name] for row in rows])) for name in rows[0]}
     by_temperature = {t: shares.pop(f"temperature {t:g}") for t in TEMPERATURES}
     best = max(by_temperature, key=lambda each: by_temperature[each])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.cli import register_module
-from kdtrain.config.cache_commands import conflicts_with_own
+from kdtrain.config.commands import conflicts_with_own
 from kdtrain.config.values import Printed, option
 from kdtrain.errors import UsageError
 

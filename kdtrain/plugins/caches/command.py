@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.read.remote import stated_by
-from kdtrain.commands.cache_result import show_cache
+from kdtrain.cache.tools.facts import show_cache
 from kdtrain.errors import log
 from kdtrain.files import refuse_no_folder
 from kdtrain.monitor.progress import bar, setup_logging

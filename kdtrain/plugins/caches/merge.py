@@ -33,12 +33,11 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain import faults
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.names import BROKEN, PIECES, TOKENIZER
 from kdtrain.cache.format.spec import MIXTURE
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
@@ -111,7 +110,7 @@ class _Added(ShardAnswers):
     def __init__(self, caches: Sequence[LocalCache], shares: Sequence[float], settings: CacheSettings) -> None:
         self._caches, self._shares, self._absent = caches, shares, settings.codec.absent
 
-    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """Add up the samples of the caches; the rest is as in `ShardAnswers.rows`."""
         places = range(rows.first, rows.first + len(rows))
         parts: list[Any] = [cache[rows.split].read(places).targets for cache in self._caches]
@@ -322,7 +321,6 @@ class _Piece:
         # renaming one link over another to the same file does nothing
         link = not os.path.lexists(path.with_name(f"{part.name}.h5"))
         stored = self.reader.copy_shard(self.shard, path, self.rows, first=part.first, link=link)
-        faults.point("cache.shard.before-close")
         # The numbers of the rows here: those of the sidecar it came with are of another cache.
         return stored, [f"{part.split} {part.first + row}" for row in np.flatnonzero((part.loss_mask == BROKEN).all(1))]
 

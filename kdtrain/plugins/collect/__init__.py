@@ -1,10 +1,24 @@
 """`--collect-tensors`: statistics of a run's operands, for research into number formats (docs/precision.md)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from kdtrain.config.registered import register_observer, register_section
+from kdtrain.config.values import Options, option
 from kdtrain.errors import UsageError
-from kdtrain.plugins.collect.options import CollectConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectConfig(Options):
+    """Statistics of the operands of linear layers."""
+
+    collect_tensors: str | None = option(None, free=True, formerly="precision")
+    """Write statistics of the linear layers whose names match this pattern, such as '*.mlp.*', to tensors.h5."""
+    collect_every: int = option(100, free=True, least=1, formerly="precision")
+    """Steps between two collections."""
+    collect_raw: bool = option(False, free=True, needs="collect_tensors", formerly="precision")
+    """With --collect-tensors: store the numbers too, at most 65,536 of a tensor, until the file has 512 MiB."""
+
 
 register_section("collect", {"distill": CollectConfig})
 

@@ -33,9 +33,6 @@ from transformers.pytorch_utils import Conv1D
 from kdtrain.errors import UsageError, log
 from kdtrain.files import published, set_aside
 from kdtrain.objective.batch import Batch
-from kdtrain.plugins.collect.options import CollectConfig
-from kdtrain.precision.emulated import ELEMENTS, FormatRecipe, mx_scale, quantized_operand
-from kdtrain.ranks import is_main
 from kdtrain.training.observers import Observer, ObserverRequest, StepView
 
 MOST_BYTES = 2**32
@@ -56,21 +53,21 @@ class Collector(Observer):
 
     Args:
         path: the HDF5 file; rows of an earlier part of the run are kept.
-        options: what to collect, and when.
+        options: the `CollectConfig`, what to collect and when.
         run: the run; errors are those of its format.
 
     Raises:
         UsageError: no linear layer has such a name.
     """
 
-    def __init__(self, path: Path, options: CollectConfig, run: ObserverRequest) -> None:
+    def __init__(self, path: Path, options: Any, run: ObserverRequest) -> None:
         linear = {name: each for name, each in run.model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
         pattern = options.collect_tensors or ""
         self.layers = {name: each for name, each in linear.items() if fnmatch.fnmatchcase(name, pattern)}
         if not self.layers:
             some = ", ".join(list(linear)[:3])
             raise UsageError(f"--collect-tensors '{pattern}' matches no linear layer; there are {some}, ...")
-        self.path, self.options, self.recipe, self.dtype = path, options, run.recipe, run.dtype
+        self.path, self.options, self.recipe, self.dtype, self.main = path, options, run.recipe, run.dtype, run.main
         self._logged: set[str] = set()
 
     def before_forward(self, step: StepView, batch: Batch) -> None:
@@ -78,7 +75,7 @@ class Collector(Observer):
         if step.micro_batch == 1 and step.number % self.options.collect_every == 0:
             with _watched(self.layers) as seen:
                 step.run_eagerly(batch)
-            if is_main():
+            if self.main:
                 self.write(step.number, step.student.present_mode, seen)
 
     def write(self, step: int, mode: str, seen: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -113,7 +110,7 @@ class Collector(Observer):
 
     def rewound(self, step: int) -> None:
         """Drop the rows of later steps, which are collected again."""
-        if not is_main() or not self.path.exists():
+        if not self.main or not self.path.exists():
             return
         with self._replacing() as file:
             for group in _groups(file):
@@ -136,23 +133,16 @@ class Collector(Observer):
                 yield file
 
 
-def statistics(values: Tensor, kind: str, recipe: FormatRecipe | None, dtype: torch.dtype) -> dict[str, Any]:
+def statistics(values: Tensor, kind: str, recipe: Any, dtype: torch.dtype) -> dict[str, Any]:
     """Measure the effect of a format on one operand [rows, columns] of a product that sums over its columns.
 
     kind: weight, activation or gradient. Errors are those of `recipe`, or of `dtype` without a recipe.
     """
     exact = values.detach().float()
     magnitude = exact.abs()
-    # `reach`: the largest magnitude that each element can have; by the choice of scales no element of fp8 exceeds it
-    reach: Tensor | float = float("inf")
-    if recipe is None:
-        kept, reach = exact.to(dtype).float(), torch.finfo(dtype).max
-    else:
-        kept, scale = quantized_operand(exact, recipe, kind, 1, torch.float32)
-        kept = kept if scale is None else kept * scale
-        if recipe.scaling == "mx":
-            element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
-            reach = element.largest * mx_scale(exact, element, 1, recipe.control)
+    kept, reach = exact.to(dtype).float(), torch.finfo(dtype).max
+    if recipe is not None:  # by the choice of scales no element of fp8 is clamped
+        kept, reach = recipe.rounded(exact, kind)
     power = float(exact.double().square().mean())
     columns = torch.log2(magnitude[magnitude > 0]).floor().clamp(EXPONENTS[0], EXPONENTS[-1])
     return {

@@ -31,16 +31,14 @@ from kdtrain.files import (
     remove_empty,
     remove_file,
     rename_over,
-    temporary_of,
 )
 from kdtrain.models.loading import is_adapter, is_model_folder
-from kdtrain.monitor.path_kind import is_run
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
 from kdtrain.ranks import refuse_many_processes
 from kdtrain.tables import columns, duration, finite, show
-from kdtrain.training.schedule import total_steps
 
 RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
 _DIVERGED = ("diverged", "non-finite", "gradient-explosion")
@@ -117,7 +115,7 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
             raise UsageError(f"--out {out} holds a run, which find-lr leaves alone; name another folder")
         if not (out / RECORD).is_file() and out.exists():
             for each in out.iterdir() if out.is_dir() else [out]:
-                if each.name != LOCK and temporary_of(each.name) != RECORD:
+                if each.name != LOCK and not each.name.startswith(f".{RECORD}."):
                     raise UsageError(f"--out {out} holds something else ({each.name}); name another folder")
         stack.callback(remove_empty, make_writable(out))
     stack.callback(Lock(out / LOCK, f"another process searches in {out}; wait for it").release)
@@ -185,7 +183,7 @@ def _begun(config: FindLrConfig) -> _Record:
     guess, source, sequences = foresee(config)  # text is packed by the first short run
     planned = None
     if sequences is not None or config.epochs is None:
-        planned = total_steps(config, sequences or 0)
+        planned = config.total_steps(sequences or 0)
     whole = planned or USUAL_STEPS
     rungs = [config.first_steps(whole) * LONGER**rung for rung in range(RUNGS)]
     return _Record(finite(config.deciding()), guess, source, rungs, whole, planned, None, {})
@@ -204,7 +202,7 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
 
     def measure(run: Any, result: dict[str, Any]) -> None:
         parts.extend(run.trainer.loss_by_part())
-        record.planned = total_steps(config, len(run.recipe.sources["train"]))
+        record.planned = config.total_steps(len(run.recipe.sources["train"]))
 
     try:
         with hushed():

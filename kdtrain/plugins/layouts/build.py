@@ -17,8 +17,7 @@ import torch
 
 from kdtrain.cache.format.codec import CodecSpec, decode
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.tools.alignment import SHIFTS, DetectedShift, detect
-from kdtrain.cache.tools.kept_mass import more_than_promised, outside
+from kdtrain.cache.tools.self_check import SHIFTS, detect, more_than_promised, outside
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.errors import UsageError
@@ -48,8 +47,8 @@ def sample(files: Sequence[SourceFile]) -> Iterator[tuple[str, Record]]:
             first -= len(file)
 
 
-def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> DetectedShift:
-    """Test a sample in the form in which it would be stored, and return what the detector finds.
+def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> Any:
+    """Test a sample in the form in which it would be stored, and return the shift that `detect` finds.
 
     UsageError: the entries are not about the next token, are no log-probabilities, or were renormalised.
     """

@@ -10,13 +10,13 @@ import kdtrain.plugins.layouts.topk  # noqa: F401
 from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.read.reader import LocalCache
+from kdtrain.cache.tools.facts import show_cache
 from kdtrain.cache.tools.self_check import look
-from kdtrain.commands.cache_result import show_cache
 from kdtrain.data.rows import readable
 from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest, refuse_no_folder
 from kdtrain.models.spec import read_spec
-from kdtrain.models.tokenizer import ChatTokenizer, generation_of, load_tokenizer, tokenizer_digest
+from kdtrain.models.tokenizer import ChatTokenizer, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.plugins.layouts.build import build, sample, try_sample
 from kdtrain.plugins.layouts.layout import Layout
@@ -82,7 +82,7 @@ def main(config: ImportConfig) -> int:
         "alignment": alignment.to_json(),
         "files": listed,
     }
-    saved = ChatTokenizer(tokenizer, generation_of(spec))
+    saved = ChatTokenizer.of(tokenizer, spec)
     with bar("import", sum(map(len, files)), unit="rows") as shown:
         manifest = build(config.out, settings, files, cutter, origin, tokenizer=saved, progress=shown.update)
     seen = look(LocalCache(config.out))

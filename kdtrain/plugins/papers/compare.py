@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from kdtrain.errors import UsageError, printable
-from kdtrain.monitor.measures import MEASURES
+from kdtrain.monitor.runs import MEASURES
 from kdtrain.plugins.papers import CompareConfig
 from kdtrain.plugins.papers.groups import (
     Group,

@@ -17,8 +17,7 @@ from typing import Any
 
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, printable
-from kdtrain.monitor.measures import MEASURES, tested
-from kdtrain.monitor.runs import LoggedRun, apart, grouped, read_runs
+from kdtrain.monitor.runs import MEASURES, LoggedRun, apart, grouped, read_runs, tested
 from kdtrain.tables import Table, short
 
 MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip": "x", "decay": "s", "memory": "P"}

@@ -45,15 +45,13 @@ from typing import Any, TypedDict
 
 from kdtrain import files
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.checkpoint.store import Store
 from kdtrain.cli import missing
-from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.commands import DistillConfig, EvaluateConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig, EvaluateConfig
 from kdtrain.config.values import configured, flag, options_of, shareable
 from kdtrain.errors import RunError, UsageError, log, refuse_no_path, writing
 from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_json, read_sealed, read_toml, typed
+from kdtrain.monitor.facts import best_checkpoint
 from kdtrain.monitor.record import SWEEP, RunRecord
-from kdtrain.process import handling
 from kdtrain.registry import nearest
 from kdtrain.tables import counted
 
@@ -162,8 +160,7 @@ class Sweep:
         left = []
         for folder in [job.config.out for job in self.runs if job.done]:
             try:
-                store = Store(folder / "checkpoints")
-                wanted["checkpoint"] = store.choose("best" if store.path("best").exists() else "latest").name
+                wanted["checkpoint"] = best_checkpoint(folder)
             except (UsageError, RunError) as error:  # removed, to save disk
                 log.warning("%s is not tested again: %s", folder, error)
                 continue
@@ -357,7 +354,8 @@ class Runner:
         self._env = {"OMP_NUM_THREADS": f"{share}"} | os.environ
 
     def __enter__(self) -> "Runner":
-        self._held.enter_context(handling(self._stop))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._held.callback(signal.signal, number, signal.signal(number, self._stop))
         return self
 
     def __exit__(self, *error: object) -> None:

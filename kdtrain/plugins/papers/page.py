@@ -18,9 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from kdtrain.cache.tools.facts import kept_facts
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import publish_text
-from kdtrain.monitor.measures import evaluations
 from kdtrain.monitor.record import lines
-from kdtrain.monitor.runs import LoggedRun
+from kdtrain.monitor.runs import LoggedRun, evaluations
 from kdtrain.plugins.papers import figures
 from kdtrain.plugins.papers.figures import COLUMN, GREY
 from kdtrain.plugins.papers.groups import (

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from kdtrain.cli import register_module
-from kdtrain.config.cache_commands import check_device
+from kdtrain.config.commands import check_device
 from kdtrain.config.values import Printed, option
 
 

@@ -36,16 +36,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kdtrain import faults
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.files import LARGE, canonical_json, json_digest, open_regular, parse_json, published, typed
+from kdtrain.files import canonical_json, json_digest, open_regular, parse_json, published, typed
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.plugins.prune.cut import Importance, Roles, Shape
 from kdtrain.teaching.local import LocalTeacher
 
 EVERY = 20.0
 """Seconds between two writes of an unfinished file."""
+_MOST = 2**28
+"""Bytes of a file of scores, at most."""
 _RECORD = "kdtrain"
 """The entry of the file's header that holds the record."""
 
@@ -118,7 +119,6 @@ class Scores:
                 shown.update(self.work(depth, done=True))
                 if self.done[part] == len(rows) or time.monotonic() - self._written > EVERY:
                     self._write()
-                faults.point("prune.scored")
 
     def work(self, depth: bool, done: bool = False) -> int:
         """Count forwards of a sequence, all of them or, with `done`, those that are done."""
@@ -201,7 +201,7 @@ class Scores:
     def _read(self) -> None:
         try:
             with open_regular(self.path) as file:
-                if file.seek(0, 2) > LARGE:
+                if file.seek(0, 2) > _MOST:
                     raise ValueError("it is too large")
             with safe_open(self.path, framework="pt") as opened:
                 record = typed(parse_json((opened.metadata() or {}).get(_RECORD, "null")), _Record)

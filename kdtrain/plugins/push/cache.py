@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import kdtrain as kd
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import Manifest, maker, read_manifest
-from kdtrain.cache.write.card import CARD, is_card, make_card
+from kdtrain.cache.tools.facts import CARD, is_card, make_card
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import parse_json, typed
 from kdtrain.net.address import Address

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.write.card import CARD
+from kdtrain.cache.tools.facts import CARD
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
-    MEDIUM,
     file_digest,
     files_below,
     parse_json,
@@ -25,7 +24,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
-from kdtrain.monitor.path_kind import is_run
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import LOGIN, api, ask, fetch_file
@@ -33,6 +32,9 @@ from kdtrain.plugins.push import PushConfig
 from kdtrain.plugins.push.cache import Upload, plan_cache
 from kdtrain.plugins.push.model_card import student_card
 from kdtrain.tables import show
+
+_MOST = 2**25
+"""Bytes of a record in the repository, or beside a student, at most."""
 
 
 class _Origin(TypedDict):
@@ -76,7 +78,7 @@ def main(config: PushConfig) -> int:
     names = {each.rfilename for each in info.siblings or ()}
 
     def there(file: str) -> bytes | None:
-        return fetch_file(address, file, most=MEDIUM, kind=kind).read_bytes() if file in names else None
+        return fetch_file(address, file, most=_MOST, kind=kind).read_bytes() if file in names else None
 
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as beside:
         if kind == "dataset":
@@ -122,7 +124,7 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
         if name not in below or (name != CARD and file_digest(below[name]) != digest):  # a card may be edited
             raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")
     if (folder / ADAPTER_CONFIG).is_file():
-        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], MEDIUM).get("base_model_name_or_path")
+        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], _MOST).get("base_model_name_or_path")
         if not isinstance(base, str) or not is_hub_id(base) or Path(base).exists():
             raise UsageError(
                 f"nobody else has {printable(str(base))}, the base of these adapters; publish that, and name it with "

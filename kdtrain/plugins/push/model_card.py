@@ -10,14 +10,16 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.write.card import CARD
+from kdtrain.cache.tools.facts import CARD
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import options_of, written
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import LARGE, read_text
+from kdtrain.files import read_text
 from kdtrain.models.spec import ADAPTER_CONFIG, is_hub_id, read_spec
 
 RECIPE = "recipe.toml"
+_MOST = 2**28
+"""Bytes of a file of an export that is read, at most."""
 _DATA = re.compile(r"hf:(?:datasets/)?([\w.-]+/[\w.-]+)(?:[:@].*)?", re.ASCII)
 _TEXT = re.compile(r"(?m)^\| text[^|]*\| source (\S+?)(?:,| \|)")
 """The row of a README about the text of a cache."""
@@ -38,8 +40,8 @@ def student_card(folder: Path, files: Collection[str]) -> str | None:
     files: the names in the export. UsageError, RunError: they cannot be read.
     """
     try:
-        page = read_text(folder / CARD, LARGE)
-        lines = read_text(folder / RECIPE, LARGE).splitlines() if RECIPE in files else []
+        page = read_text(folder / CARD, _MOST)
+        lines = read_text(folder / RECIPE, _MOST).splitlines() if RECIPE in files else []
         recipe = tomllib.loads("\n".join(lines))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder}: its README.md and {RECIPE} cannot be read ({error}); export it again") from None

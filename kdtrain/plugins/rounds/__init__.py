@@ -5,16 +5,16 @@ A round is a cache of format version 5. The parts that need torch are imported b
 
 import re
 import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import DIVERGENCES, PLANS
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
-from kdtrain.config.values import Conflicts, Options, flag, option, refuse
+from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import UsageError
 
 SAMPLED = "sampled-reverse-kl"
@@ -77,11 +77,14 @@ class WriterConfig(Options):
         object.__setattr__(config, "text", replace(config.text, generate=True))
         object.__setattr__(config, "data", replace(data, data=str(self.answers), format="prompt-completion"))
 
-    def teacher(self, config: CacheTeacherConfig, teacher: Any, device: Any) -> Any:
-        """Pair the teacher of a capture with the student that writes its text. UsageError: they do not fit."""
+    def teacher(self, config: CacheTeacherConfig, teacher: Any, student: Callable[[str], Any]) -> Any:
+        """Pair the teacher of a capture with the student that writes its text. UsageError: they do not fit.
+
+        student: loads one by its name; `student`, the place of its `tokenizer`, and the `step` of a checkpoint.
+        """
         from kdtrain.plugins.rounds.writing import written_by
 
-        return written_by(self, teacher, device, config)
+        return written_by(self, teacher, student, config)
 
 
 def _check_lengths(given: str) -> None:
@@ -173,7 +176,7 @@ class RoundsConfig(CodecConfig):
         first, _, last = self.max_new_tokens.partition(":")
         return int(first), int(last or first)
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> Iterator[tuple[bool, str]]:
         yield from super().conflicts()
         both = "--on-policy writes rounds and --rollouts reads those of another run; give one"
         yield self.on_policy and self.rollouts is not None, both

@@ -22,7 +22,6 @@ from kdtrain.cache.format.names import POLICY
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import assign, documents_of, rank
 from kdtrain.data.formats import Columns, Document, LeftOut, row_format
-from kdtrain.data.masks import Masks
 from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder, prompt_row
 from kdtrain.data.rows import parse_line, read_lines
@@ -45,7 +44,7 @@ class PromptReader:
         self.tokenizer, self.seq_len, self.opening = tokenizer, seq_len, opening
         self.end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
         self.filler = filler_token(tokenizer, tuple(ends))
-        self.encoder = Encoder(tokenizer, Masks("", seq_len), opening=opening)
+        self.encoder = Encoder(tokenizer, opening=opening)
 
     def close(self) -> None:
         """End the process that renders conversations."""

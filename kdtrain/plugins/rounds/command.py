@@ -14,7 +14,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from kdtrain.models.export import export_lock, export_model
 from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers
 from kdtrain.ranks import on_main, raise_on_all_ranks
-from kdtrain.training.signals import asked_to_stop
 
 _LINES, _CHARACTERS = 5, 2000
 """What of a failed command's output is shown, at most."""
@@ -39,7 +38,13 @@ _GRACE = 30.0
 
 
 def write_elsewhere(
-    command: str, path: Path, model: Any, tokenizer: Path, reader: PromptReader, rows: Mapping[str, Iterable[PackedRow]]
+    command: str,
+    path: Path,
+    model: Any,
+    tokenizer: Path,
+    reader: PromptReader,
+    rows: Mapping[str, Iterable[PackedRow]],
+    stopping: Callable[[], bool],
 ) -> Mapping[str, list[PackedRow]] | None:
     """Read the prompts `rows` with their answers from `path`, which is written if it is not there; every rank calls it.
 
@@ -66,12 +71,12 @@ def write_elsewhere(
             export_model(model, tokenizer_files(tokenizer), folder / "model")
         try:
             with published(path, "rounds.answers") as out:
-                _run(command, {"{model}": folder / "model", "{prompts}": prompts, "{out}": out})
+                _run(command, {"{model}": folder / "model", "{prompts}": prompts, "{out}": out}, stopping)
                 read_answers(out, reader, prompts=lines)
         except UsageError as error:
             raise RunError(f"--write-with: {error.args[0]}; correct the command, and resume") from None
         except KeyboardInterrupt:
-            if not asked_to_stop():
+            if not stopping():
                 raise
             return False
         return True
@@ -91,7 +96,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait(seconds)
 
 
-def _run(command: str, places: Mapping[str, Path]) -> None:
+def _run(command: str, places: Mapping[str, Path], stopping: Callable[[], bool]) -> None:
     """Run the command to its end. RunError: it failed. KeyboardInterrupt: a stop was requested."""
     words = shlex.split(command)
     for name, place in places.items():
@@ -105,7 +110,7 @@ def _run(command: str, places: Mapping[str, Path]) -> None:
             raise RunError(f"--write-with: {printable(words[0])} cannot be started: {error.strerror}") from None
         try:
             while process.poll() is None:
-                if asked_to_stop():
+                if stopping():
                     raise KeyboardInterrupt
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_WAIT)

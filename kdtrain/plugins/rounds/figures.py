@@ -16,10 +16,8 @@ import numpy as np
 import torch
 
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.monitor.rules import RULES, Rule, Signs
-from kdtrain.run.baselines import bigram_loss
 
 ROWS = 256
 """Rows of which the teacher's numbers are read."""
@@ -30,25 +28,25 @@ _FIRST = ("length", "ended")
 """What later rounds are compared with."""
 
 
-def figures(cache: LocalCache, text: CacheReader | None) -> dict[str, float]:
+def figures(cache: LocalCache, text: Any) -> dict[str, float]:
     """Compute the numbers of a round, by their names in metrics.jsonl.
 
-    text: the fixed text that the student would learn from otherwise, for the loss of its bigram.
+    text: the source of the fixed text that the student would learn from otherwise, for the loss of its bigram, or None.
     """
     train = cache["train"]
     whole = train.text(np.arange(len(train)))
     mask_nT = whole["loss_mask"] == 1
     lengths_n = mask_nT.sum(1)
-    reasons = finish_reasons(whole["tokens"], mask_nT, cache.manifest.end_tokens)
+    written = (cache.manifest.generated or {})["train"]
     found = {
         "length": float(lengths_n.mean()),
         "length_p95": float(np.quantile(lengths_n, 0.95)),
-        "ended": reasons.count("stop") / len(reasons),
+        "ended": written["stop"] / len(train),
         "room": float(cache.manifest.settings.data["generated"]["max_new_tokens"]),
         "repeated": repeated(whole["tokens"], mask_nT),
     }
     found |= _of_tokens(train)[0]
-    if text is not None and (loss := bigram_loss(text, train, _BIGRAM)) is not None:
+    if text is not None and (loss := text.bigram_loss(train, _BIGRAM)) is not None:
         found["bigram_loss"] = loss
     held, error = _of_tokens(cache["validation"])
     shown = {f"rollouts/{name}": value for name, value in found.items()}

@@ -17,18 +17,19 @@ What it gives up: truncation biases the gradient where the student has moved far
 Shape suffixes: R rows, H top-k entries.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kdtrain.objective.divergence import Divergence, reverse_kl
-from kdtrain.objective.statistics import Statistics
 from kdtrain.objective.targets import SparseTargets, Supervision
 
 LARGEST = 2.0
 """The weight at which it is truncated."""
 
 
-def _of_label(statistics: Statistics, rows: Supervision) -> Tensor:
+def _of_label(statistics: Any, rows: Supervision) -> Tensor:
     targets = rows.targets
     assert isinstance(targets, SparseTargets) and targets.policy is not None
     log_q_R = statistics.label - statistics.lse

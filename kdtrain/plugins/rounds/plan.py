@@ -20,15 +20,14 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import SETTINGS, holds_nothing
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.write.writer import write_cache
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.config.sections import CodecConfig, TextConfig
+from kdtrain.config.sections import CodecConfig
 from kdtrain.data.order import batch as in_order
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, log, writing
-from kdtrain.files import publish_json, read_sealed, set_aside, typed
+from kdtrain.files import publish_json, read_sealed, typed
 from kdtrain.models.loading import model_digest
-from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
+from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import load_score, show_texts
@@ -43,18 +42,16 @@ from kdtrain.plugins.rounds.writing import (
     prompts_digest,
     round_settings,
 )
-from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks, world_size
-from kdtrain.run.build_cache import build_prompts, pin_text
+from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks
 from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing
-from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
-from kdtrain.training.schedule import total_steps
-from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.cache import CachedData, CachedSource
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 ROLLOUTS, SHAPE = "rollouts", "rollouts.json"
+_TEXT = "data"
+"""The folder in a run of the text that it packed."""
 _SHARDS = 8
 """Shards of a round, at least, where it has so many batches: what a kill loses, and what ranks share."""
 _STREAM = 7
@@ -93,7 +90,7 @@ class ReplayedData(DataPlan):
         return facts, shape, fixed
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        text = LocalCache(self.run / TEXT)
+        text = LocalCache(self.run / _TEXT)
         own: dict[str, Source] = {split: CachedSource(text[split]) for split in text}
         sources = split_sources(self.config, self.known, self.shape, self.run / ROLLOUTS, None, own, self.fixed)
         return sources, own["validation"]
@@ -128,7 +125,7 @@ def split_sources(
         seed=config.seed,
         writer=writer,
         fixed=None if beside is None else Fixed(beside["train"]),
-        text=getattr(text["train"], "reader", None),
+        text=text["train"],
         sampled=divergence.of_label is not None,
         stops=given.on_collapse == "stop",
         shown=lambda cache, name: {} if tokenizer is None else show_texts(cache, tokenizer, name, score),
@@ -140,7 +137,7 @@ class RoundsData(DataPlan):
     """The plan of a run on text that the student writes behind the prompts of --data, alone or beside --cache."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self.config, self.device = request.config, request.device
+        self.config, self.device, self.request = request.config, request.device, request
         self.given = request.config.plugins["rounds"]
         config = request.config
         data = replace(config.data, document_mask=False)  # a rollout is a row of its own
@@ -181,7 +178,7 @@ class RoundsData(DataPlan):
             num_samples=codec.num_samples,
             temperature_range=(span["min"], span["max"]),
             teacher={"spec": self.teacher.name},
-            end_tokens=ends_of(self.teacher.spec, theirs),
+            end_tokens=self.teacher.ends,
         )
         other = None if self.fixed is None else self.fixed["train"].facts
         if other is None:
@@ -202,35 +199,19 @@ class RoundsData(DataPlan):
             assert self.fixed is not None
             return {split: Fixed(each) for split, each in self.fixed.items()}, rows
         folder = config.out / ROLLOUTS
-        prompting = CacheTeacherConfig(
-            teacher=str(config.teacher),
-            out=config.out / PROMPTS,
-            data=replace(config.data, document_mask=False),
-            text=TextConfig(generate=True, prompt_tokens=given.prompt_tokens),
-        )
+        rows_ = dict[str, list[PackedRow]]()
+        seen: str | None = None
 
-        seen = rows_ = None
-        if given.teacher_prompts:  # the prompts are stored, and what the teacher reads in their place is read again
-            theirs, ends = self.teacher.tokenizer, ends_of(self.teacher.spec, self.teacher.tokenizer)
-            theirs.pinned = on_main(lambda: pin_text(prompting.out, prompting.data, theirs))
-            how = prompting.data, theirs, ends, True, True, None, prompting.splits()
-            rows_ = on_all(lambda: own_rows(*how))
-            seen = prompts_digest(rows_, prompting.data.seq_len, self.teacher)
+        def own() -> dict[str, list[PackedRow]]:
+            """Read the rows again in which the teacher reads its own prompts, and return them with those stored."""
+            nonlocal seen
+            data, theirs = config.data, self.teacher.tokenizer
+            limits = {"train": data.num_sequences, "validation": data.validation_sequences}
+            rows_.update(own_rows(data, theirs, self.teacher.ends, True, True, None, limits))
+            seen = prompts_digest(rows_, data.seq_len, self.teacher)
+            return {split: [*map(bare, each)] for split, each in rows_.items()}
 
-        def build_rows() -> None:
-            build_prompts(prompting, self.teacher, rows_ and {split: map(bare, each) for split, each in rows_.items()})
-
-        def build() -> None:
-            try:
-                build_rows()
-            except UsageError:
-                if resumed or own_data(prompting.out) not in ("tokens", "nothing"):
-                    raise
-                set_aside(config.out, PROMPTS, "left")  # of an earlier attempt with other options
-                build_rows()
-
-        on_main(build)
-        prompts = LocalCache(prompting.out)
+        prompts = self.text.prompts(given.prompt_tokens, resumed, own if given.teacher_prompts else None)
         share = Fraction(str(given.rollout_share)).limit_denominator(1000)
         steps = given.round_steps
         if steps is None:
@@ -256,7 +237,7 @@ class RoundsData(DataPlan):
         ]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
         facts = self._facts(identity, prompts.folder / "tokenizer")
-        writer = RoundWriter(self, prompts, shape, facts, seen, rows_ or {})
+        writer = RoundWriter(self, prompts, shape, facts, seen, rows_)
         return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
 
 
@@ -315,7 +296,7 @@ class RoundWriter:
         """Write the round, as `source.Writer` has it."""
         started = time.monotonic()
         settings, how = self._settings(number, attempt)
-        stopped = asked_to_stop if world_size() == 1 else lambda: False
+        stopped = self.data.request.stopping if self.data.request.alone else lambda: False
         given: dict[str, Any] = {"more": self.more, "given": self.given.write_with is not None}
         answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), SCORED, stopped, **given)
         answers.logits = None  # whose fidelity is not measured each round
@@ -328,12 +309,12 @@ class RoundWriter:
             path = folder.parent / "answers" / f"{folder.name}-{how.policy['weights_digest'][:12]}.jsonl"
             reader = PromptReader(self.teacher.tokenizer, how.end_tokens, settings.seq_len)
             where = path, self.student.model, tokenizer
-            splits = write_elsewhere(self.given.write_with, *where, reader, splits)
+            splits = write_elsewhere(self.given.write_with, *where, reader, splits, self.data.request.stopping)
             if splits is None:
                 raise Interrupted
             answers.seconds["writing"] += time.monotonic() - started
         options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": how.batch_size}
-        write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=_stop_together, **options)
+        write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=self._stop_together, **options)
         on_main(lambda: None)  # rank 0 has written the manifest
         seconds, whole = answers.seconds, time.monotonic() - started
         spent = {f"rollouts/{name}_s": each for name, each in seconds.items()}
@@ -383,7 +364,7 @@ class RoundWriter:
     def _length(self, number: int) -> int:
         """Return the most tokens that the student writes in a round; they grow evenly to the last round."""
         first, last = self.given.lengths
-        sequences = total_steps(self.config, self.shape.rows) * self.config.batch_size - self.shape.cold
+        sequences = self.config.total_steps(self.shape.rows) * self.config.batch_size - self.shape.cold
         rounds = max(1, -(-sequences // self.shape.sequences))
         return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
 
@@ -402,8 +383,7 @@ class RoundWriter:
             kept = self.own[split][rows[at]].kept if self.own else {}
             yield PackedRow(text["tokens"][at].astype(np.int32), mask, np.zeros(len(mask), np.int32), kept)
 
-
-def _stop_together(done: int, total: int | None) -> None:
-    """Raise Interrupted on every rank if a stop was requested on one; called before each batch."""
-    if all_reduce_max(int(asked_to_stop())):
-        raise Interrupted
+    def _stop_together(self, done: int, total: int | None) -> None:
+        """Raise Interrupted on every rank if a stop was requested on one; called before each batch."""
+        if all_reduce_max(int(self.data.request.stopping())):
+            raise Interrupted

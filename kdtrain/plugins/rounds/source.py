@@ -33,12 +33,10 @@ from kdtrain.data.order import Order, permutation
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.mixed import MixedTargets, join
-from kdtrain.parallel.agreement import agree
 from kdtrain.plugins.rounds.figures import beside_first, figures, refuse_collapse
 from kdtrain.plugins.rounds.writing import Interrupted
-from kdtrain.ranks import on_main
-from kdtrain.training.sources.source import Facts, Source, order_of
+from kdtrain.ranks import on_main, raise_on_all_ranks
+from kdtrain.training.sources.source import Facts, Source, joined, order_of
 from kdtrain.training.sources.source import meet as meet_source
 
 STRIDE = 2**32
@@ -138,7 +136,7 @@ class Rounds:
         seed: int,
         writer: Writer | None,
         fixed: Source | None,
-        text: CacheReader | None = None,
+        text: Source | None = None,
         sampled: bool = False,
         stops: bool = False,
         shown: Callable[[LocalCache, str], dict[str, float]] = lambda cache, name: {},
@@ -220,7 +218,9 @@ class Rounds:
         if self.writer is not None:
             spent |= self.writer.write(number, attempt, folder)
         digest = read_manifest(folder).digest
-        agree(lambda: {f"round {number}": digest})
+        with raise_on_all_ranks():
+            if on_main(lambda: digest) != digest:
+                raise RunError(f"{folder} is another round on this rank than on rank 0; give all ranks one --out")
         self.attempt, self.rounds[number] = max(self.attempt, attempt), attempt
         for old in [each for each in self._open if each < number - self.shape.stale]:
             self._open.pop(old)[0]["train"].close()
@@ -264,13 +264,7 @@ class Rounds:
             raise RunError("stopped while the student wrote; the same command resumes")
         runs = np.split(np.arange(len(indices)), np.flatnonzero(np.diff(numbers)) + 1)
         parts = [self._part(int(numbers[run[0]]), indices[run] % STRIDE) for run in runs]
-        targets = join([(each.loss_mask.numel(), each.targets) for each in parts])
-        if targets is None:  # fixed text without a teacher, which the loss takes as a part
-            targets = MixedTargets(((sum(each.loss_mask.numel() for each in parts), None),))
-        tokens, mask, segments = (
-            torch.cat([getattr(each, name) for each in parts]) for name in ("tokens", "loss_mask", "segments")
-        )
-        return Batch(tokens, mask, segments, targets)
+        return joined(parts, taught=True)
 
     def _part(self, number: int, rows: np.ndarray) -> Batch:
         if not number:

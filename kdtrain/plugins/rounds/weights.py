@@ -10,7 +10,6 @@ import torch
 
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.rounds.loss import LARGEST
-from kdtrain.plugins.rounds.writing import label_logprobs
 from kdtrain.training.observers import Observer, StepView
 
 
@@ -30,7 +29,7 @@ class Weights(Observer):
         if step.micro_batch != 1 or step.number % self.every or targets is None or targets.policy is None:
             return
         mask_N = batch.loss_mask.flatten()
-        own_N = label_logprobs(step.student, batch.tokens).flatten()
+        own_N = step.student.label_logprobs(batch.tokens).flatten()
         if not mask_N.any():
             return
         weight_N = (own_N - targets.policy)[mask_N].double().exp()

@@ -29,31 +29,23 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.format.codec import SAMPLING
-from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import POLICY, WRITTEN
-from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
-from kdtrain.config.cache_commands import CacheTeacherConfig
+from kdtrain.cache.write.answers import ShardAnswers, ShardRows
+from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import documents_of, has_prompts
 from kdtrain.data.formats import Document
-from kdtrain.data.masks import Masks
 from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
 from kdtrain.models.generate import generate
 from kdtrain.models.loading import check_fits, model_digest
-from kdtrain.models.tokenizer import digest_of, end_tokens, ends_of, named, tokenizer_digest
-from kdtrain.objective.batch import Batch
+from kdtrain.models.tokenizer import digest_of, end_tokens, named, tokenizer_digest
 from kdtrain.objective.loss import DistillationLoss
-from kdtrain.objective.metrics import chunks
-from kdtrain.objective.targets import Supervision
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
 from kdtrain.precision.modes import autocast
-from kdtrain.run.build_cache import text_sources
-from kdtrain.run.saved_student import open_student
 from kdtrain.teaching.teacher import Writing
-from kdtrain.training.state import read_saved
 from kdtrain.training.student import Student
 
 SCORED = 16
@@ -64,23 +56,6 @@ _SAMPLING = "temperature|top_|min_p|typical_p|epsilon|eta_|penalty|no_repeat|bad
 
 class Interrupted(Exception):
     """A stop request came between two decoding steps."""
-
-
-@torch.no_grad()
-def label_logprobs(student: Student, tokens_BT1: Tensor) -> Tensor:
-    """Log p [B, T] at T = 1 of the labels, fp32, by the forward of training in evaluation mode."""
-    training = student.training
-    student.eval()
-    tokens_BT1 = tokens_BT1.to(student.device)
-    mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
-    hidden_ND = student.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
-    rows, head = Supervision(tokens_BT1[:, 1:].flatten(), mask_BT.flatten(), None), student.model.head.gathered()
-    found = [
-        head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
-        for _, z_RV, own in chunks(hidden_ND, head, rows, student.vocab_size)
-    ]
-    student.train(training)
-    return torch.cat(found).float().view(mask_BT.shape)
 
 
 def round_settings(base: CacheSettings, how: Writing, prompts: Mapping[str, Any]) -> CacheSettings:
@@ -129,7 +104,7 @@ class RolloutAnswers(ShardAnswers):
         self.apart = 0.0
         """The largest difference, nats, between log p at the draw and by the forward of training."""
 
-    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
         found, drawn_BT = rows, rows.kept.get(POLICY)
         if not self._given:
@@ -142,9 +117,9 @@ class RolloutAnswers(ShardAnswers):
             self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
         return found, lambda: kept
 
-    def _kept(self, rows: ShardRows) -> Arrays:
+    def _kept(self, rows: ShardRows) -> dict[str, np.ndarray]:
         """Return what is kept of written rows, both sides; a row with a non-finite log p of the student's is broken."""
-        parts = list[Arrays]()
+        parts = list[dict[str, np.ndarray]]()
         for start in range(0, len(rows), self._scored):
             part = rows[slice(start, min(start + self._scored, len(rows)))]
             read, back_BT = part, None
@@ -157,7 +132,7 @@ class RolloutAnswers(ShardAnswers):
                 arrays = {name: each if name == "broken" else each[each_B1, back_BT] for name, each in arrays.items()}
             policy_BT = part.kept.get(POLICY)
             if self._student is not None:
-                policy_BT = label_logprobs(self._student, torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
+                policy_BT = self._student.label_logprobs(torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
             if policy_BT is None:
                 parts.append(arrays)
                 continue
@@ -255,7 +230,7 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
     if not has_prompts(data) or next(documents_of(data, data.split, prompts=True)).messages is None:
         found = Inserted(0, tuple(tokenizer.encode(text, add_special_tokens=False)))
     else:
-        turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, Masks("", data.seq_len), opening=True)
+        turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, opening=True)
         try:
             longer = [{"role": "system", "content": text}, *turns]
             whole, own = (encoder.prompt(Document("--teacher-system", messages=each)) for each in (longer, turns))
@@ -352,14 +327,14 @@ def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ..
     return tuple(sorted({*own, *how.end_tokens}))
 
 
-def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeacherConfig) -> WrittenByStudent:
+def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: CacheTeacherConfig) -> WrittenByStudent:
     """Combine the teacher with a student (a run, a checkpoint, an export, a hub id) or a file as what wrote its text.
 
-    given: the `WriterConfig`.
+    given: the `WriterConfig`. opened: loads a student by its name.
 
     UsageError: the student has another tokenizer, or cannot read sequences of this length; the file cannot be read.
     """
-    name, data, ends = given.by, config.data, ends_of(teacher.spec, teacher.tokenizer)
+    name, data, ends = given.by, config.data, teacher.ends
     most, known, student, more = config.text.max_new_tokens, True, None, None
     policy: dict[str, Any] = {"spec": name, "weights_digest": None, "step": None, "round": 0, "attempt": 1}
     found: dict[str, list[PackedRow]] | None = None
@@ -372,9 +347,9 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
     elif name is None or given.teacher_prompts:
         found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, config.splits())
     if name is not None:
-        model, place, checkpoint = open_student(name, device)
-        theirs = tokenizer_digest(teacher.tokenizer)
-        if place is None or digest_of(place) != theirs:
+        found_student = opened(name)
+        model, theirs = found_student.student, tokenizer_digest(teacher.tokenizer)
+        if found_student.tokenizer is None or digest_of(found_student.tokenizer) != theirs:
             raise UsageError(
                 f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its "
                 "tokens; take a student of the teacher's tokenizer"
@@ -385,8 +360,7 @@ def written_by(given: Any, teacher: Any, device: torch.device, config: CacheTeac
         own = model_digest(model)
         if policy["weights_digest"] not in (None, own):
             raise UsageError(f"{given.answers} is of other weights than --by {name}; name the student that wrote it")
-        step = None if checkpoint is None else read_saved(checkpoint)["progress"]["step"]
-        policy |= {"spec": name, "weights_digest": own, "step": step}
+        policy |= {"spec": name, "weights_digest": own, "step": found_student.step}
     elif not known:
         raise UsageError(
             f"{given.answers} has no logprobs; name the student that wrote it with --by, which computes them, or if no "
@@ -421,7 +395,7 @@ def own_rows(
     if not has_prompts(data):
         raise UsageError(f"{data.data} is plain text; prompts of the teacher's own need conversations, or completions")
     found = dict[str, list[PackedRow]]()
-    for split, source in text_sources(data, dict(limits)).items():
+    for split, source in data.sources(limits).items():
         reader = PromptReader(tokenizer, ends, data.seq_len, opening)
         found[split] = [*islice(rows_of(data, source, reader, own, most), limits[split])]
     return found

@@ -31,11 +31,12 @@ import msgspec
 import numpy as np
 
 from kdtrain.cache.format.codec import CodecSpec, keep, uniforms
-from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError
 from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
 from kdtrain.teaching.teacher import Writing
 
+Arrays = dict[str, np.ndarray]
+"""What a cache keeps of positions, by data set."""
 ABOVE_ZERO = 1e-3
 """Nats by which rounding may lift a log-probability above 0."""
 SUM = 1.01

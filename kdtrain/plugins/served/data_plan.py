@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdtrain.plugins.served.live_capture import Capture, LiveCache
-from kdtrain.ranks import world_size
-from kdtrain.training.schedule import total_steps
 from kdtrain.training.sources.cache import open_sources
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 
@@ -29,10 +27,10 @@ class ServedData(DataPlan):
         how = Capture(
             seed=config.seed,
             order=request.first_epoch,
-            planned=lambda sequences: min(sequences, total_steps(config, sequences) * config.batch_size),
+            planned=lambda sequences: min(sequences, config.total_steps(sequences) * config.batch_size),
             build=request.capturing(capture),
             trial=request.trial,
-            whole=world_size() > 1,
+            whole=not request.alone,
             asked_to_stop=request.stopping,
         )
         self.live = LiveCache(capture.out, how)

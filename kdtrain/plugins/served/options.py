@@ -4,8 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from kdtrain.config.cache_commands import CacheTeacherConfig
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.sections import CodecConfig
 from kdtrain.config.values import Options, option, refuse
 from kdtrain.errors import shown_address

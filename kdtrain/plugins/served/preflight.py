@@ -22,10 +22,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.codec import CodecSpec
-from kdtrain.cache.format.compression import Arrays
 from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.models.spec import ModelSpec
-from kdtrain.plugins.served.answers import Answers, Choice, Span, read_text, read_top, text_parameters
+from kdtrain.plugins.served.answers import Answers, Arrays, Choice, Span, read_text, read_top, text_parameters
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered, quoted
 from kdtrain.plugins.served.fingerprint import LENGTH, LOUD, TEXTS, TOP, UNSTEADY, Fingerprint, Probe, farthest
 from kdtrain.plugins.served.options import KEY, ServerConfig

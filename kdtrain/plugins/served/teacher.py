@@ -15,7 +15,7 @@ others return.
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,18 +26,16 @@ import numpy as np
 import torch
 
 from kdtrain.cache.format.codec import CodecSpec, decode
-from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.tools.kept_mass import kept_mass
-from kdtrain.cache.tools.self_check import examine
-from kdtrain.cache.write.answers import Encode, ShardAnswers, ShardRows
+from kdtrain.cache.tools.self_check import examine, kept_mass
+from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.sections import CodecConfig
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest
 from kdtrain.models.loading import vocabulary
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
-from kdtrain.plugins.served.answers import Span, answers_of, spans_of
+from kdtrain.plugins.served.answers import Arrays, Span, answers_of, spans_of
 from kdtrain.plugins.served.client import Client, Host, Refused, Unanswered
 from kdtrain.plugins.served.engine import ENGINES, Engine
 from kdtrain.plugins.served.fingerprint import Fingerprint
@@ -45,7 +43,6 @@ from kdtrain.plugins.served.options import ServerConfig
 from kdtrain.plugins.served.preflight import Preflight
 from kdtrain.ranks import on_main
 from kdtrain.teaching.teacher import Writing
-from kdtrain.teaching.writing import log_first_texts
 
 AGAIN = 2
 """Sequences of each shard that are requested twice."""
@@ -215,7 +212,7 @@ class _ServedAnswers(ShardAnswers):
         for host in gone:  # the others vouch for it
             self._ask_again(self._given[host.url])
 
-    def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
+    def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], Arrays]]:
         """Wait for the servers' answers; return the rows, with the text that they wrote if they write, and the arrays.
 
         RunError: no server answers, or not with what can be right.
@@ -240,7 +237,7 @@ class _ServedAnswers(ShardAnswers):
         while sum(len(each.tokens) for each in self._seen) - len(self._seen[0].tokens) >= most:
             self._seen.popleft()
         if self.writes and self._first:
-            log_first_texts(rows, self._settings)
+            rows.log_first(self._settings)
         self._first = False
         return rows, lambda: kept
 

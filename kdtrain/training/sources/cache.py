@@ -20,6 +20,11 @@ from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Facts, Growing, Source, SourceRequest, register_source
 
+MEASURED, _MOST = 2**16, 4_000_000
+"""Tokens that a loss is measured on, at most, and that a bigram is fitted on."""
+_SHARDS = 4
+"""Shards that are read for either, at most."""
+
 
 class CachedSource:
     """One split of a cache, on the CPU."""
@@ -56,6 +61,43 @@ class CachedSource:
     def read(self, indices: np.ndarray) -> Batch:
         """Return the sequences `indices`. RunError: a shard is missing or damaged (named)."""
         return self.reader.read(indices.tolist())
+
+    def bigram_loss(self, other: reader.CacheReader, most: int = _MOST) -> float | None:
+        """Return the cross-entropy of a bigram of at most `most` tokens of this split on some of `other`.
+
+        In nats per token; None: no token counts there. It has the smoothing of Witten and Bell (1991): of a token that
+        was seen n times, before t different ones, a share of t / (n + t) goes to the unigrams, of whose N tokens of T
+        kinds a share of T / (N + T) is even.
+        """
+        tokens = self.reader.text(first_rows(self.reader, most))["tokens"]
+        text = other.text(first_rows(other, MEASURED))
+        held, mask = text["tokens"], text["loss_mask"].astype(bool)
+        before, label = held[:, :-1][mask], held[:, 1:][mask]
+        if not len(label):
+            return None
+        size = int(max(tokens.max(), held.max())) + 1
+        counts = np.bincount(tokens.ravel(), minlength=size)
+        kinds, number = np.count_nonzero(counts), tokens.size
+        unigram = (counts + kinds / size) / (number + kinds)
+        pairs = tokens[:, :-1].astype(np.int64).ravel() * size + tokens[:, 1:].ravel()
+        pairs, seen = np.unique(pairs, return_counts=True)
+        firsts = pairs // size
+        followed, others = np.bincount(firsts, seen, size), np.bincount(firsts, minlength=size)
+        wanted = before.astype(np.int64) * size + label
+        at = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+        found = np.where(pairs[at] == wanted, seen[at], 0)
+        total = followed[before] + others[before]
+        chance = np.where(total > 0, (found + others[before] * unigram[label]) / np.maximum(total, 1), unigram[label])
+        return float(-np.log(chance).mean())
+
+
+def first_rows(split: reader.CacheReader, tokens: int) -> list[int]:
+    """Return the first sequences of a few shards, about so many tokens in all: a shard is hashed when it is opened."""
+    shards = split.manifest.splits[split.split]["shards"]
+    chosen = sorted({*np.linspace(0, len(shards) - 1, _SHARDS).astype(int).tolist()})
+    each = max(1, tokens // split.manifest.settings.seq_len // len(chosen))
+    firsts = np.cumsum([0, *(shard["sequences"] for shard in shards)]).tolist()
+    return [row for at in chosen for row in range(firsts[at], min(firsts[at] + each, firsts[at + 1]))]
 
 
 @register_source("cache")

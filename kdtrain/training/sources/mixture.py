@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from kdtrain.cache.read.mixture import common_range, refuse_unlike
 from kdtrain.data.order import MixedOrder
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.mixed import MixedTargets, join
-from kdtrain.training.sources.source import Facts, Member, Source, meet
+from kdtrain.training.sources.source import Facts, Member, Source, joined, meet
 
 
 class MixtureSource:
@@ -55,16 +53,10 @@ class MixtureSource:
         numbers = tuple(int(members[run[0]]) for run in runs)
         own = zip(runs, numbers, strict=True)
         batches = [self.members[each].read(indices[run] - self.mixture.firsts[each]) for run, each in own]
-        parts, taught = [(each.loss_mask.numel(), each.targets) for each in batches], self.facts.targets != "none"
+        taught = self.facts.targets != "none"
         if len(batches) == 1 and not self.by_member and not (taught and batches[0].targets is None):
             return batches[0]
-        targets = MixedTargets(tuple(parts), numbers) if self.by_member else join(parts)
-        if targets is None and taught:
-            targets = MixedTargets(((sum(rows for rows, _ in parts), None),))
-        tokens, loss_mask, segments = (
-            torch.cat([getattr(each, name) for each in batches]) for name in ("tokens", "loss_mask", "segments")
-        )
-        return Batch(tokens, loss_mask, segments, targets)
+        return joined(batches, numbers if self.by_member else (), taught)
 
 
 def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dict[str, Source]:

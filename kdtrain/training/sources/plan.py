@@ -14,12 +14,12 @@ import torch
 
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import LocalCache
-from kdtrain.config.cache_commands import CacheTeacherConfig
 from kdtrain.config.choices import PLANS
-from kdtrain.config.commands import DistillConfig
+from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.data.order import permutation
 from kdtrain.data.packed import PackedRow
 from kdtrain.models.spec import ModelSpec
+from kdtrain.process import world_size
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.source import Facts, Source
 
@@ -53,6 +53,15 @@ class DataPlan:
     def cost(self, validation: int) -> Mapping[str, Any]:
         """Return rows of --dry-run: what the data cost beside the training. validation: sequences of that split."""
         return {}
+
+    def prompts(
+        self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None
+    ) -> LocalCache:
+        """Write the prompts of the text into the run's folder, a cache of bare tokens; every rank calls it.
+
+        width: tokens of a prompt of plain text, None for the default. rows: reads rows of each split in their place.
+        """
+        raise NotImplementedError
 
     def finish(self) -> None:
         """End what runs beside the training, which has read all that it reads."""
@@ -89,6 +98,11 @@ class PlanRequest:
     def first_epoch(self, sequences: int) -> np.ndarray:
         """Return the order in which the run reads so many sequences first."""
         return permutation(self.config.seed, 0, sequences)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process is the whole run."""
+        return world_size() == 1
 
     def stopping(self) -> bool:
         """Return whether the run is to stop, so that nothing must wait any longer."""

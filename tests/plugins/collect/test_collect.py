@@ -10,9 +10,8 @@ import torch
 
 from kdtrain.errors import UsageError
 from kdtrain.models.head import split
-from kdtrain.plugins.collect import collector
+from kdtrain.plugins.collect import CollectConfig, collector
 from kdtrain.plugins.collect.collector import EXPONENTS, Collector, statistics
-from kdtrain.plugins.collect.options import CollectConfig
 from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.testing import tiny_model
 from kdtrain.training.observers import ObserverRequest, StepView

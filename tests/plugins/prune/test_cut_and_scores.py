@@ -289,7 +289,7 @@ def test_scoring_that_was_stopped_anywhere_ends_in_the_same_bits(tmp_path, monke
     _, _, whole = scored(model, tmp_path / "whole")
     monkeypatch.setattr(scores_file, "EVERY", 0.0)
     for number in range(1, 6):  # three batches for the width, three for the layers; the last one ends it
-        monkeypatch.setenv("KDTRAIN_FAULT", f"prune.scored:raise:{number}")
+        monkeypatch.setenv("KDTRAIN_FAULT", f"prune.scores.after-publish:raise:{number}")
         faults.read()
         with pytest.raises(RuntimeError):
             scored(model, tmp_path / f"stopped-{number}")

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.tools import facts as card
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.cache.write import card
 from kdtrain.errors import RunError, UsageError
 from kdtrain.library import Cache
 from kdtrain.plugins.push import PushConfig

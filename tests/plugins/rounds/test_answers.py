@@ -60,12 +60,12 @@ def test_rounds_need_a_teacher_that_is_whole_on_each_rank():
         RoundWriter.meet(SimpleNamespace(teacher=None), tiny_model("llama", 300), SimpleNamespace(sharded=True))
 
 
-def test_a_command_that_is_interrupted_takes_what_it_started_with_it(tmp_path, monkeypatch):
+def test_a_command_that_is_interrupted_takes_what_it_started_with_it(tmp_path):
     (tmp_path / "engine.sh").write_text("sleep 60 & echo $! > $1; wait")
     begun = tmp_path / "number"
-    monkeypatch.setattr(command, "asked_to_stop", lambda: begun.exists() and begun.read_text().strip() != "")
+    words = f"sh {tmp_path / 'engine.sh'} {{out}}"
     with pytest.raises(KeyboardInterrupt):
-        command._run(f"sh {tmp_path / 'engine.sh'} {{out}}", {"{out}": begun})
+        command._run(words, {"{out}": begun}, lambda: begun.exists() and begun.read_text().strip() != "")
     state = Path(f"/proc/{begun.read_text().strip()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 

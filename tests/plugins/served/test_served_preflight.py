@@ -14,7 +14,7 @@ from kdtrain.models.spec import ModelSpec
 from kdtrain.plugins.served import preflight
 from kdtrain.plugins.served.options import RunServerConfig, ServerConfig
 from kdtrain.plugins.served.teacher import ServedTeacher
-from kdtrain.run import build_cache
+from kdtrain.teaching import teacher
 from tests.captures import WRITES, capture, content
 from tests.stand_in import standing_in
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_in_the_text_of_a_server_is_refused_after_one_question(se
 
 @pytest.mark.parametrize("ends", [(2047,), tuple(range(1, 901))], ids=["cut", "ended"])
 def test_texts_that_were_all_cut_are_one_warning(server, capsys, monkeypatch, ends):
-    monkeypatch.setattr(build_cache, "ends_of", lambda *_: ends)
+    monkeypatch.setattr(teacher, "ends_of", lambda *_: ends)
     ended = sum(each["stop"] for each in capture(server, **WRITES).manifest.generated.values())
     assert (ended == 0) == (len(ends) == 1)
     assert ("all were cut: nothing teaches the student to stop" in capsys.readouterr().err) == (ended == 0)
