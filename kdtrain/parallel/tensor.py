@@ -38,12 +38,14 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layers_of
 from kdtrain.models.loading import whole_model
-from kdtrain.models.scratch import configuration
+from kdtrain.models.scratch import configuration, without_numbers
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import Traffic
+from kdtrain.parallel.quantised import cut_product
 from kdtrain.precision.formats import Formats
+from kdtrain.precision.modes import Switch
 from kdtrain.ranks import all_reduce_sum
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
@@ -104,10 +106,11 @@ def refuse_with(
 
     facts: of the data, if they are known.
     """
-    option = f"--tensor-parallel {config.parallel.tensor_parallel}"
+    size, choice = config.parallel.tensor_parallel, formats.choice
+    option, multiple = f"{STUDENT} {size}", 1 if choice is None else getattr(choice.backend, "part_multiple", None)
     dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
     refused = {
-        f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
+        f"--fp8-backend {choice and choice.name}, whose scales are of a rank's part alone": multiple is None,
         "adapters (--lora-rank), whose layers are whole": student.lora is not None,
         "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
         and facts.alignment is not None,
@@ -118,7 +121,32 @@ def refuse_with(
     if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
         raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
     theirs = configuration(student, vocab_size)
-    refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
+    rows = vocab_size or theirs.vocab_size
+    plan = refuse_plan(theirs, student.name, size, rows)
+    if choice is None:
+        return
+    whole: Any = without_numbers(student.name, theirs, trust_remote_code=student.trust_remote_code)
+    modules, widths = dict(whole.base_model.named_modules()), dict[str, int]()
+    for path, style in plan.items():
+        for each in _matching(path, modules) if style in _CUT else ():
+            outputs, inputs = modules[each].weight.shape
+            if choice.backend.refuses(inputs, outputs, False) is None:
+                widths[path] = inputs if style == "rowwise" else outputs
+
+    def fits(ranks: int) -> bool:
+        try:
+            refuse_plan(theirs, student.name, ranks, rows)
+        except UsageError:
+            return False
+        return not any(width % (ranks * multiple) for width in widths.values())
+
+    if wrong := [path for path, width in widths.items() if width % (size * multiple)]:
+        able = [ranks for ranks in range(2, max(widths.values()) // multiple + 1) if fits(ranks)]
+        choose = f"choose {', '.join(map(str, able))}, or " if able else ""
+        raise UsageError(
+            f"{option} cuts the {widths[wrong[0]]} numbers of {wrong[0]} in {student.name} into parts that are no "
+            f"multiples of {multiple}, as {choice.mode} needs; {choose}use --parallel fsdp"
+        )
 
 
 def apply(
@@ -174,6 +202,7 @@ def apply(
             how = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         if how is not None:
             parallelize_module(modules[each], mesh, how, src_data_rank=None)
+            cut_product(modules[each], mesh, style)
         if style == "rowwise":
             modules[each].register_forward_hook(cutting.leave)
     _cut_rows(head, mesh)
@@ -351,14 +380,17 @@ def _settle(model: nn.Module, device: torch.device) -> None:
 
 
 def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = None) -> dict[str, Tensor]:
-    """Compute a probe's hidden states without dropout, and the gradients of the parameters `names`, on the CPU.
+    """Compute a probe's hidden states and the gradients of the parameters `names`, neither quantised nor with dropout.
+
+    They are on the CPU.
 
     group: of the tensor ranks, over which a gradient in parts is summed; None before the model is cut.
     """
     parameters = dict(model.named_parameters())
     training = [module for module in model.modules() if module.training]
     model.eval()
-    with torch.enable_grad():
+    switch = next((each.switch for each in model.modules() if hasattr(each, "switch")), Switch())
+    with torch.enable_grad(), switch.at("high"):
         hidden_BTD = model(tokens_BT)
         chance = torch.Generator().manual_seed(1)
         towards_BTD = torch.randn(hidden_BTD.shape, generator=chance).to(hidden_BTD)
