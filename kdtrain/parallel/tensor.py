@@ -14,6 +14,9 @@ norms of queries and keys, positions for all norms of the layers under sequence 
 once a step (`training.step`), not in each backward: transformers' own hook sums what earlier micro-batches have added
 up again. Of all other whole weights the first rank's gradient counts, so that all ranks hold the same bits.
 
+Dropout draws the same random numbers on all ranks where the stream is whole, and others on each within a cut: of heads
+between the first and the last layer of a block, of positions in all layers under sequence parallelism.
+
 `apply` proves a plan on a probe: the hidden states, and the gradients of every weight that stays whole, must be those
 of the whole model.
 
@@ -46,7 +49,7 @@ from kdtrain.parallel.parallelize import Traffic
 from kdtrain.parallel.quantised import cut_product
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.modes import Switch
-from kdtrain.ranks import all_reduce_sum
+from kdtrain.ranks import DrawsApart, all_reduce_sum
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
 _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -82,12 +85,6 @@ def refuse_plan(
         raise UsageError(
             f"{option}: the plan of {name} ({text.model_type}) has the style {other[0]}, which only mixtures of "
             f"experts and fused layers have; {instead}"
-        )
-    drops = [each for each, value in text.to_dict().items() if each.endswith(("dropout", "pdrop")) and value]
-    if drops and option == STUDENT:
-        raise UsageError(
-            f"{option} cannot be used with {drops[0]} of {name}, whose masks would be the same on each rank; set it to "
-            f"0, or {instead}"
         )
     counts = {each: value for each in _COUNTS if isinstance(value := getattr(text, each, None), int)}
     if wrong := [each for each, value in counts.items() if value % size]:
@@ -187,6 +184,9 @@ def apply(
     stays = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in cut]
     expected = _probe(model, tokens_BT.to(whole.device), stays)
     cutting = _Cutting(whole, mesh, sequence)
+    settings = whole.config.get_text_config().to_dict().items()
+    if any(value for each, value in settings if each.endswith(("dropout", "pdrop"))):
+        cutting.draws = DrawsApart(layout.tensor_rank, device)
     for each in blocks:
         modules[each].register_forward_pre_hook(cutting.enter, with_kwargs=True)
     embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
@@ -208,6 +208,9 @@ def apply(
     _cut_rows(head, mesh)
     layers = layers_of(base)
     layers[0].register_forward_pre_hook(cutting.begin)
+    for layer in layers if sequence else ():
+        layer.register_forward_pre_hook(cutting.draw_apart)
+        layer.register_forward_hook(cutting.draw_alike)
     layers[-1].register_forward_hook(cutting.end)
     _settle(model, device)
     model.tensor = mesh
@@ -292,6 +295,8 @@ class _Cutting:
 
     def __init__(self, model: nn.Module, mesh: Any, sequence: bool) -> None:
         self.model, self.mesh, self.sequence, self.probes = model, mesh, sequence, False
+        self.draws: DrawsApart | None = None
+        """Of a model with dropout."""
 
     def stream(self) -> Any:
         """Return the placement of the residual stream over the tensor ranks now."""
@@ -331,6 +336,8 @@ class _Cutting:
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Give a block all positions; the gradients of its parts are summed where it leaves."""
+        if not self.sequence:
+            self.draw_apart()
         stream = inputs[0] if inputs else named["hidden_states"]
         stream = DTensor.from_local(stream, self.mesh, [self.stream()], run_check=False)
         stream = stream.redistribute(placements=[Replicate()])
@@ -338,7 +345,19 @@ class _Cutting:
 
     def leave(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
         """Sum the parts of a block's result."""
+        if not self.sequence:
+            self.draw_alike()
         return output.redistribute(placements=[self.stream()]).to_local()
+
+    def draw_apart(self, *_: Any) -> None:
+        """Let dropout draw other numbers than on the other ranks."""
+        if self.draws is not None and self.model.training:
+            self.draws.begin()
+
+    def draw_alike(self, *_: Any) -> None:
+        """Let dropout draw the numbers of the other ranks again."""
+        if self.draws is not None and self.model.training:
+            self.draws.end()
 
     def _moved(self, tensor: Tensor, before: Any, after: Any) -> Tensor:
         if before == after:

@@ -167,7 +167,7 @@ def a_step_makes_as_many_quantised_products_in_each_layout_with_the_scales_of_on
             pairs = list(zip(seen.found, expected.found, strict=True))
             assert all(one == other for one, other in pairs if one[0] == "weight"), (shape, kind)
             apart = max(abs(one[1] / other[1] - 1) for one, other in pairs)
-            assert apart < 0.05, (shape, kind, apart)
+            assert apart < 1e-3, (shape, kind, apart)
 
 
 PROMISES = (
