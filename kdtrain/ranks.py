@@ -308,40 +308,6 @@ def _all_reduce(tensor: torch.Tensor, operation: Any, group: Any) -> torch.Tenso
     return result
 
 
-class DrawsApart:
-    """Gives each of several ranks, which draw the same random numbers before and after, numbers of its own.
-
-    Within a block, or for hooks from `begin` to `end`; nothing waits for an end that a forward leaves out. They follow
-    from the state of the CPU's generator, which a repeated forward restores.
-
-    Args:
-        number: of this rank among them.
-        device: whose numbers, besides the CPU's.
-    """
-
-    def __init__(self, number: int, device: torch.device) -> None:
-        self.number, self.device = number, device
-
-    def begin(self) -> None:
-        """Draw numbers of this rank's own from now on."""
-        common = int(torch.randint(2**62, ()))
-        self.on_cpu = torch.get_rng_state()
-        self.on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        torch.manual_seed(common + self.number)
-
-    def end(self) -> None:
-        """Draw the same numbers as the other ranks again."""
-        torch.set_rng_state(self.on_cpu)
-        if self.on_gpu is not None:
-            torch.cuda.set_rng_state(self.on_gpu, self.device)
-
-    def __enter__(self) -> None:
-        self.begin()
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of `tensor` on this rank, sharing its memory; the whole if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

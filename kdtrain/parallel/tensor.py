@@ -47,9 +47,10 @@ from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import Traffic
 from kdtrain.parallel.quantised import cut_product
+from kdtrain.precision.draws import DrawsApart
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.modes import Switch
-from kdtrain.ranks import DrawsApart, all_reduce_sum
+from kdtrain.ranks import all_reduce_sum
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
 _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -42,7 +42,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kdtrain.ranks import DrawsApart, agreed_max
+from kdtrain.precision.draws import DrawsApart
+from kdtrain.ranks import agreed_max
 
 MX_BLOCK = 32
 FP8_TILE = 128
