@@ -105,12 +105,18 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
 
 def parameter_count(name: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> int:
     """Count the parameters of a configuration's model, tied once. Raises `UsageError` that begins with `name`."""
+    model = without_numbers(name, config, trust_remote_code=trust_remote_code)
+    return sum(each.numel() for each in model.parameters())
+
+
+def without_numbers(name: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Make a configuration's model on the meta device. Raises `UsageError` that begins with `name`."""
 
     def make() -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return sum(each.numel() for each in ask(name, make).parameters())
+        return ask(name, make)
 
 
 def config_of(name: str, model_type: object, table: dict[str, Any]) -> PreTrainedConfig:

@@ -14,6 +14,9 @@ norms of queries and keys, positions for all norms of the layers under sequence 
 once a step (`training.step`), not in each backward: transformers' own hook sums what earlier micro-batches have added
 up again. Of all other whole weights the first rank's gradient counts, so that all ranks hold the same bits.
 
+Dropout draws the same random numbers on all ranks where the stream is whole, and others on each within a cut: of heads
+between the first and the last layer of a block, of positions in all layers under sequence parallelism.
+
 `apply` proves a plan on a probe: the hidden states, and the gradients of every weight that stays whole, must be those
 of the whole model.
 
@@ -38,12 +41,15 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layers_of
 from kdtrain.models.loading import whole_model
-from kdtrain.models.scratch import configuration
+from kdtrain.models.scratch import configuration, without_numbers
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import Traffic
+from kdtrain.parallel.quantised import cut_product
+from kdtrain.precision.draws import DrawsApart
 from kdtrain.precision.formats import Formats
+from kdtrain.precision.modes import Switch
 from kdtrain.ranks import all_reduce_sum
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
@@ -81,12 +87,6 @@ def refuse_plan(
             f"{option}: the plan of {name} ({text.model_type}) has the style {other[0]}, which only mixtures of "
             f"experts and fused layers have; {instead}"
         )
-    drops = [each for each, value in text.to_dict().items() if each.endswith(("dropout", "pdrop")) and value]
-    if drops and option == STUDENT:
-        raise UsageError(
-            f"{option} cannot be used with {drops[0]} of {name}, whose masks would be the same on each rank; set it to "
-            f"0, or {instead}"
-        )
     counts = {each: value for each in _COUNTS if isinstance(value := getattr(text, each, None), int)}
     if wrong := [each for each, value in counts.items() if value % size]:
         able = [n for n in range(2, max(counts.values()) + 1) if not any(value % n for value in counts.values())]
@@ -104,10 +104,11 @@ def refuse_with(
 
     facts: of the data, if they are known.
     """
-    option = f"--tensor-parallel {config.parallel.tensor_parallel}"
+    size, choice = config.parallel.tensor_parallel, formats.choice
+    option, multiple = f"{STUDENT} {size}", 1 if choice is None else getattr(choice.backend, "part_multiple", None)
     dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
     refused = {
-        f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
+        f"--fp8-backend {choice and choice.name}, whose scales are of a rank's part alone": multiple is None,
         "adapters (--lora-rank), whose layers are whole": student.lora is not None,
         "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
         and facts.alignment is not None,
@@ -118,7 +119,32 @@ def refuse_with(
     if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
         raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
     theirs = configuration(student, vocab_size)
-    refuse_plan(theirs, student.name, config.parallel.tensor_parallel, vocab_size or theirs.vocab_size)
+    rows = vocab_size or theirs.vocab_size
+    plan = refuse_plan(theirs, student.name, size, rows)
+    if choice is None:
+        return
+    whole: Any = without_numbers(student.name, theirs, trust_remote_code=student.trust_remote_code)
+    modules, widths = dict(whole.base_model.named_modules()), dict[str, int]()
+    for path, style in plan.items():
+        for each in _matching(path, modules) if style in _CUT else ():
+            outputs, inputs = modules[each].weight.shape
+            if choice.backend.refuses(inputs, outputs, False) is None:
+                widths[path] = inputs if style == "rowwise" else outputs
+
+    def fits(ranks: int) -> bool:
+        try:
+            refuse_plan(theirs, student.name, ranks, rows)
+        except UsageError:
+            return False
+        return not any(width % (ranks * multiple) for width in widths.values())
+
+    if wrong := [path for path, width in widths.items() if width % (size * multiple)]:
+        able = [ranks for ranks in range(2, max(widths.values()) // multiple + 1) if fits(ranks)]
+        choose = f"choose {', '.join(map(str, able))}, or " if able else ""
+        raise UsageError(
+            f"{option} cuts the {widths[wrong[0]]} numbers of {wrong[0]} in {student.name} into parts that are no "
+            f"multiples of {multiple}, as {choice.mode} needs; {choose}use --parallel fsdp"
+        )
 
 
 def apply(
@@ -159,6 +185,9 @@ def apply(
     stays = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in cut]
     expected = _probe(model, tokens_BT.to(whole.device), stays)
     cutting = _Cutting(whole, mesh, sequence)
+    settings = whole.config.get_text_config().to_dict().items()
+    if any(value for each, value in settings if each.endswith(("dropout", "pdrop"))):
+        cutting.draws = DrawsApart(layout.tensor_rank, device)
     for each in blocks:
         modules[each].register_forward_pre_hook(cutting.enter, with_kwargs=True)
     embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
@@ -174,11 +203,15 @@ def apply(
             how = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         if how is not None:
             parallelize_module(modules[each], mesh, how, src_data_rank=None)
+            cut_product(modules[each], mesh, style)
         if style == "rowwise":
             modules[each].register_forward_hook(cutting.leave)
     _cut_rows(head, mesh)
     layers = layers_of(base)
     layers[0].register_forward_pre_hook(cutting.begin)
+    for layer in layers if sequence else ():
+        layer.register_forward_pre_hook(cutting.draw_apart)
+        layer.register_forward_hook(cutting.draw_alike)
     layers[-1].register_forward_hook(cutting.end)
     _settle(model, device)
     model.tensor = mesh
@@ -263,6 +296,8 @@ class _Cutting:
 
     def __init__(self, model: nn.Module, mesh: Any, sequence: bool) -> None:
         self.model, self.mesh, self.sequence, self.probes = model, mesh, sequence, False
+        self.draws: DrawsApart | None = None
+        """Of a model with dropout."""
 
     def stream(self) -> Any:
         """Return the placement of the residual stream over the tensor ranks now."""
@@ -302,6 +337,8 @@ class _Cutting:
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Give a block all positions; the gradients of its parts are summed where it leaves."""
+        if not self.sequence:
+            self.draw_apart()
         stream = inputs[0] if inputs else named["hidden_states"]
         stream = DTensor.from_local(stream, self.mesh, [self.stream()], run_check=False)
         stream = stream.redistribute(placements=[Replicate()])
@@ -309,7 +346,19 @@ class _Cutting:
 
     def leave(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
         """Sum the parts of a block's result."""
+        if not self.sequence:
+            self.draw_alike()
         return output.redistribute(placements=[self.stream()]).to_local()
+
+    def draw_apart(self, *_: Any) -> None:
+        """Let dropout draw other numbers than on the other ranks."""
+        if self.draws is not None and self.model.training:
+            self.draws.begin()
+
+    def draw_alike(self, *_: Any) -> None:
+        """Let dropout draw the numbers of the other ranks again."""
+        if self.draws is not None and self.model.training:
+            self.draws.end()
 
     def _moved(self, tensor: Tensor, before: Any, after: Any) -> Tensor:
         if before == after:
@@ -351,14 +400,17 @@ def _settle(model: nn.Module, device: torch.device) -> None:
 
 
 def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = None) -> dict[str, Tensor]:
-    """Compute a probe's hidden states without dropout, and the gradients of the parameters `names`, on the CPU.
+    """Compute a probe's hidden states and the gradients of the parameters `names`, neither quantised nor with dropout.
+
+    They are on the CPU.
 
     group: of the tensor ranks, over which a gradient in parts is summed; None before the model is cut.
     """
     parameters = dict(model.named_parameters())
     training = [module for module in model.modules() if module.training]
     model.eval()
-    with torch.enable_grad():
+    switch = next((each.switch for each in model.modules() if hasattr(each, "switch")), Switch())
+    with torch.enable_grad(), switch.at("high"):
         hidden_BTD = model(tokens_BT)
         chance = torch.Generator().manual_seed(1)
         towards_BTD = torch.randn(hidden_BTD.shape, generator=chance).to(hidden_BTD)

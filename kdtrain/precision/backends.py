@@ -32,7 +32,7 @@ from kdtrain.config.sections import QuantizationConfig
 from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
 from kdtrain.precision.controller import Policy
-from kdtrain.precision.emulated import FormatRecipe, Scaling, ScalingControl, compute_dtype
+from kdtrain.precision.emulated import FormatRecipe, Scaling, ScalingControl, WeightParts, compute_dtype
 from kdtrain.precision.linear import Backend, Emulated, Product, convert
 from kdtrain.precision.modes import Switch, has_bf16
 
@@ -127,21 +127,23 @@ class Torchao:
     """fp8 by torchao, one scale a tensor or a row."""
 
     recipe: FormatRecipe
+    part_multiple = 16
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
         """Return why a layer of this shape cannot be quantised, or None."""
-        return _no_multiple(16, inputs, outputs)
+        return _no_multiple(self.part_multiple, inputs, outputs)
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
         """Return the product for a layer."""
-        return _TorchaoProduct(*(_converted(inputs, outputs, self.recipe, high) for high in (False, True)))
+        settings = (_converted(inputs, outputs, self.recipe, high) for high in (False, True))
+        return _TorchaoProduct(*settings, self.recipe.scaling)
 
 
 class _TorchaoProduct:
-    def __init__(self, quantized: Any, high_forward: Any) -> None:
+    def __init__(self, quantized: Any, high_forward: Any, scaling: Scaling) -> None:
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-        self.function = matmul_with_hp_or_float8_args
+        self.function, self.scaling = matmul_with_hp_or_float8_args, scaling
         self.quantized = (quantized.linear_mm_config, quantized.config)
         self.high_forward = (high_forward.linear_mm_config, high_forward.config)
 
@@ -155,6 +157,68 @@ class _TorchaoProduct:
         """Return the product for a layer whose weight does not change."""
         return _ConstantTorchaoProduct(self, weight_OD)
 
+    def across(self, parts: WeightParts) -> Product:
+        """Return the product for this rank's part of a layer."""
+        return _TorchaoPart(self, parts)
+
+    def cast(self, values: Tensor, how: Any, role: Any, axis: int, mesh: Any = None) -> Any:
+        """Cast `values` to fp8, with scales along `axis` where rows have their own, over the ranks of `mesh`."""
+        from torchao.float8.float8_linear import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+
+        mm, config = self.quantized
+        return hp_tensor_to_float8_dynamic(
+            values,
+            how.target_dtype,
+            mm,
+            reduce_amax=mesh is not None,
+            gemm_input_role=role,
+            device_mesh=mesh,
+            scaling_granularity=how.scaling_granularity,
+            axiswise_dim=get_maybe_axiswise_dim(axis, how.scaling_granularity),
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        )
+
+
+class _TorchaoPart:
+    """`_TorchaoProduct` of a part of a weight, whose scales reach over the parts."""
+
+    def __init__(self, product: _TorchaoProduct, parts: WeightParts) -> None:
+        self.product, self.parts, self.config = product, parts, product.quantized[1]
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        compute = compute_dtype(dtype)
+        y_NO: Tensor = _PartOfWeight.apply(x_ND.to(compute), weight_OD.to(compute), self, high_forward)
+        return y_NO.to(dtype)
+
+    def cast(self, values: Tensor, how: Any, kind: str, axis: int) -> Any:
+        """Cast an operand to fp8 for a sum along `axis`."""
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        roles = {"activation": GemmInputRole.INPUT, "weight": GemmInputRole.WEIGHT}
+        role = roles.get(kind, GemmInputRole.GRAD_OUTPUT)
+        last = -axis  # torchao calls the second dimension the last
+        return self.product.cast(values, how, role, last, self.parts.sharing(self.product.scaling, kind, axis))
+
+
+class _PartOfWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor, part: _TorchaoPart, high_forward: bool) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_OD)
+        ctx.part, config = part, part.config
+        if high_forward:
+            return x_ND @ weight_OD.T
+        x = part.cast(x_ND, config.cast_config_input, "activation", 1)
+        return torch.mm(x, part.cast(weight_OD, config.cast_config_weight, "weight", 1).t())
+
+    @staticmethod
+    def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        (x_ND, weight_OD), part, config = ctx.saved_tensors, ctx.part, ctx.part.config
+        g = part.cast(g_NO, config.cast_config_grad_output, "gradient", 1)
+        dx_ND = torch.mm(g, part.cast(weight_OD, config.cast_config_weight_for_grad_input, "weight", 0))
+        g = part.cast(g_NO, config.cast_config_grad_output_for_grad_weight, "gradient", 0)
+        x = part.cast(x_ND, config.cast_config_input_for_grad_weight, "activation", 0)
+        return dx_ND, torch.mm(g.t(), x), None, None
+
 
 class _ConstantTorchaoProduct:
     """`_TorchaoProduct` with a weight that is cast once, and without its gradient."""
@@ -162,26 +226,12 @@ class _ConstantTorchaoProduct:
     def __init__(self, product: _TorchaoProduct, weight_OD: Tensor) -> None:
         from torchao.float8.float8_training_tensor import GemmInputRole
 
-        self.product, (self.mm, self.config) = product, product.quantized
+        self.product, self.config = product, product.quantized[1]
         config, role = self.config, GemmInputRole.WEIGHT
         with torch.no_grad():
             weight_DO = weight_OD.detach().to(torch.bfloat16).T
-            self.along_D = self.cast(weight_DO, config.cast_config_weight, role, 0)
-            self.along_O = self.cast(weight_DO, config.cast_config_weight_for_grad_input, role, -1)
-
-    def cast(self, values: Tensor, how: Any, role: Any, axis: int) -> Any:
-        """Cast `values` to fp8, with scales along `axis` where rows have their own."""
-        from torchao.float8.float8_linear import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
-
-        return hp_tensor_to_float8_dynamic(
-            values,
-            how.target_dtype,
-            self.mm,
-            gemm_input_role=role,
-            scaling_granularity=how.scaling_granularity,
-            axiswise_dim=get_maybe_axiswise_dim(axis, how.scaling_granularity),
-            round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
-        )
+            self.along_D = product.cast(weight_DO, config.cast_config_weight, role, 0)
+            self.along_O = product.cast(weight_DO, config.cast_config_weight_for_grad_input, role, -1)
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
         compute = compute_dtype(dtype)
@@ -199,14 +249,15 @@ class _ConstantWeight(torch.autograd.Function):
         ctx.product = product
         if high_OD is not None:
             return x_ND @ high_OD.T
-        return torch.mm(product.cast(x_ND, product.config.cast_config_input, GemmInputRole.INPUT, -1), product.along_D)
+        x = product.product.cast(x_ND, product.config.cast_config_input, GemmInputRole.INPUT, -1)
+        return torch.mm(x, product.along_D)
 
     @staticmethod
     def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         from torchao.float8.float8_training_tensor import GemmInputRole
 
         product = ctx.product
-        g = product.cast(g_NO, product.config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1)
+        g = product.product.cast(g_NO, product.config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1)
         return torch.mm(g, product.along_O.t()), None, None
 
 

@@ -27,16 +27,24 @@ Each product quantises its operands along the axis that it sums over, as a tenso
 products is quantised twice from its own values, never from a rounded copy. Sums are fp32 inside bf16 products, or fp32
 throughout if the high mode is fp32.
 
+Where several ranks hold parts of a weight, its outputs or its inputs, each makes its part of the products. A scale that
+reaches over the cut, of a tensor, or of a row along the sum, takes the largest magnitude of all ranks (`WeightParts`):
+scales and quantised values are those of one process. Tiles and blocks end at the cut, see `Emulated.part_multiple`.
+
 Shape suffixes: N tokens, D inputs, O outputs.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from kdtrain.precision.draws import DrawsApart
+from kdtrain.ranks import agreed_max
 
 MX_BLOCK = 32
 FP8_TILE = 128
@@ -107,20 +115,25 @@ def mx_scale(values_RC: Tensor, element: Element, axis: int, control: ScalingCon
 
 
 def quantize_fp8(
-    values_RC: Tensor, element: Element, tile: tuple[int, int] | None, *, stochastic: bool = False
+    values_RC: Tensor,
+    element: Element,
+    tile: tuple[int, int] | None,
+    *,
+    stochastic: bool = False,
+    group: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return fp32 `values_RC` [R, C] after rounding to fp8, and a scalar with which the caller multiplies them.
 
     tile: None for one scale a tensor, the fp32 number largest / amax; the scalar is its inverse, because rescaled
     values would not fit into bf16. Else the sizes [r, c] of the tiles that share a scale, the largest power of two that
-    is at most largest / amax; the scalar is None.
+    is at most largest / amax; the scalar is None. group: of the ranks whose values share each scale.
     """
     if tile is None:
-        scale = element.largest / _largest_or_nan(values_RC.abs().amax()).clamp(min=1e-30)
+        scale = element.largest / _largest_or_nan(values_RC.abs().amax(), group).clamp(min=1e-30)
         return round_to(values_RC * scale, element, stochastic=stochastic), 1.0 / scale
 
     def quantize(tiles: Tensor) -> Tensor:
-        scale = _power_of_two(element.largest / _largest(tiles).clamp(min=1e-30))
+        scale = _power_of_two(element.largest / _largest(tiles, group).clamp(min=1e-30))
         scale = torch.where(torch.isfinite(scale), scale, torch.nan)
         return round_to(tiles * scale, element, stochastic=stochastic) / scale
 
@@ -155,12 +168,14 @@ def _by_tiles(values_RC: Tensor, tile: tuple[int, int], function: Callable[[Tens
     return function(tiles).flatten(2, 3).flatten(0, 1)
 
 
-def _largest(tiles: Tensor) -> Tensor:
+def _largest(tiles: Tensor, group: Any = None) -> Tensor:
     """Return the largest magnitude of each tile [R / r, 1, C / c, 1]; NaN if it is non-finite."""
-    return _largest_or_nan(tiles.abs().amax(dim=(1, 3), keepdim=True))
+    return _largest_or_nan(tiles.abs().amax(dim=(1, 3), keepdim=True), group)
 
 
-def _largest_or_nan(largest: Tensor) -> Tensor:
+def _largest_or_nan(largest: Tensor, group: Any = None) -> Tensor:
+    if group is not None:  # the largest of a NaN and a number is either
+        largest = agreed_max(torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf), group)
     return torch.where(torch.isfinite(largest), largest, torch.nan)
 
 
@@ -194,6 +209,27 @@ class FormatRecipe:
         return kept if scale is None else kept * scale, math.inf
 
 
+@dataclass(frozen=True)
+class WeightParts:
+    """A weight [O, D] of which each rank of a mesh of one dimension holds a part."""
+
+    mesh: Any
+    dimension: int
+    """That is cut: 0, the outputs, and gradients with them; 1, the inputs, and activations with them."""
+
+    def cut(self, kind: str) -> int | None:
+        """Return the dimension along which an operand is cut; None if each rank has it whole."""
+        if kind == "weight":
+            return self.dimension
+        return 1 if (kind == "activation") == (self.dimension == 1) else None
+
+    def sharing(self, scaling: Scaling, kind: str, axis: int) -> Any:
+        """Return the mesh if scales of an operand, for a sum along `axis`, reach over the cut; else None."""
+        cut = self.cut(kind)
+        reach = cut is not None and (scaling == "tensorwise" or (scaling == "rowwise" and axis == cut))
+        return self.mesh if reach else None
+
+
 Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """A weight quantised for the sum along D and its scale, and both for the sum along O; None where they are the same: the
 compiler takes no tensor twice."""
@@ -216,14 +252,16 @@ def quantized_linear(
     dtype: torch.dtype,
     high_forward: bool = False,
     held: Held | None = None,
+    parts: WeightParts | None = None,
 ) -> Tensor:
     """Compute `x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
 
     x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are in bf16, or in fp32 if
-    that is `dtype`. high_forward: quantise in the backward only. held: the weight by `hold`, if it is constant.
+    that is `dtype`. high_forward: quantise in the backward only. held: the weight by `hold`, if it is constant. parts:
+    of what x and weight are this rank's.
     """
     args = (None,) * 4 if held is None else held
-    result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward, *args)
+    result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward, parts, *args)
     return result
 
 
@@ -236,6 +274,7 @@ class _QuantizedLinear(torch.autograd.Function):
         recipe: FormatRecipe,
         dtype: torch.dtype,
         high_forward: bool,
+        parts: WeightParts | None,
         w_D: Tensor | None,
         scale_D: Tensor | None,
         w_O: Tensor | None,
@@ -243,12 +282,12 @@ class _QuantizedLinear(torch.autograd.Function):
     ) -> Tensor:
         w_O, scale_O = (w_D, scale_D) if w_O is None else (w_O, scale_O)
         ctx.save_for_backward(x_ND, weight_OD, w_O, scale_O)  # type: ignore[arg-type]
-        ctx.recipe, ctx.dtype = recipe, dtype  # type: ignore[attr-defined]
+        ctx.recipe, ctx.dtype, ctx.parts = recipe, dtype, parts  # type: ignore[attr-defined]
         if high_forward:
             return x_ND.to(dtype) @ weight_OD.to(dtype).T
         compute = compute_dtype(dtype)
-        x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute)
-        w, w_scale = _operand(weight_OD, recipe, 1, compute, w_D, scale_D)
+        x, x_scale = quantized_operand(x_ND, recipe, "activation", 1, compute, parts)
+        w, w_scale = _operand(weight_OD, recipe, 1, compute, w_D, scale_D, parts)
         # Autocast to fp16 would compute this product in fp16, which scaled values of fp8 overflow.
         with torch.autocast(x_ND.device.type, enabled=False):
             return _scaled(x @ w.T, x_scale, w_scale, dtype)
@@ -258,22 +297,30 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, g_NO: Tensor
     ) -> tuple[Tensor | None, ...]:
         x_ND, weight_OD, w_O, scale_O = ctx.saved_tensors  # type: ignore[attr-defined]
-        recipe, compute = ctx.recipe, compute_dtype(ctx.dtype)  # type: ignore[attr-defined]
-        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 1, compute)
-        w, w_scale = _operand(weight_OD, recipe, 0, compute, w_O, scale_O)
+        recipe, compute, parts = ctx.recipe, compute_dtype(ctx.dtype), ctx.parts  # type: ignore[attr-defined]
+        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 1, compute, parts)
+        w, w_scale = _operand(weight_OD, recipe, 0, compute, w_O, scale_O, parts)
         dx_ND = _scaled(g @ w, g_scale, w_scale, x_ND.dtype)
         if not ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
-            return dx_ND, *(None,) * 8
-        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 0, compute)
-        x, x_scale = quantized_operand(x_ND, recipe, "activation", 0, compute)
-        return dx_ND, _scaled(g.T @ x, g_scale, x_scale, weight_OD.dtype), *(None,) * 7
+            return dx_ND, *(None,) * 9
+        g, g_scale = quantized_operand(g_NO, recipe, "gradient", 0, compute, parts)
+        x, x_scale = quantized_operand(x_ND, recipe, "activation", 0, compute, parts)
+        return dx_ND, _scaled(g.T @ x, g_scale, x_scale, weight_OD.dtype), *(None,) * 8
 
 
 def _operand(
-    weight_OD: Tensor, recipe: FormatRecipe, axis: int, compute: torch.dtype, held: Tensor | None, scale: Tensor | None
+    weight_OD: Tensor,
+    recipe: FormatRecipe,
+    axis: int,
+    compute: torch.dtype,
+    held: Tensor | None,
+    scale: Tensor | None,
+    parts: WeightParts | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the weight for a sum along `axis`, quantised now or `held`."""
-    return quantized_operand(weight_OD, recipe, "weight", axis, compute) if held is None else (held.to(compute), scale)
+    if held is None:
+        return quantized_operand(weight_OD, recipe, "weight", axis, compute, parts)
+    return held.to(compute), scale
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -282,17 +329,33 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def quantized_operand(
-    values_RC: Tensor, recipe: FormatRecipe, kind: str, axis: int, dtype: torch.dtype
+    values_RC: Tensor,
+    recipe: FormatRecipe,
+    kind: str,
+    axis: int,
+    dtype: torch.dtype,
+    parts: WeightParts | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the quantised operand [R, C] in `dtype`, for a sum along `axis`, and a scalar factor of the product."""
+    """Return the quantised operand [R, C] in `dtype`, for a sum along `axis`, and a scalar factor of the product.
+
+    parts: where the operand belongs to a weight in parts. A part is rounded stochastically by draws of its own, a whole
+    operand by the same draws on each rank.
+    """
     element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
     stochastic = recipe.stochastic and kind == "gradient"
     values_RC, scale = values_RC.float(), None
-    if recipe.scaling == "mx":
-        quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
-    else:
-        tile = _tile(recipe.scaling, kind, axis, values_RC.shape)
-        quantized, scale = quantize_fp8(values_RC, element, tile, stochastic=stochastic)
+    mesh = None
+    draws: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if parts is not None:
+        mesh = parts.sharing(recipe.scaling, kind, axis)
+        if stochastic and parts.cut(kind) is not None:
+            draws = DrawsApart(parts.mesh.get_local_rank(), values_RC.device)
+    with draws:
+        if recipe.scaling == "mx":
+            quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
+        else:
+            tile, group = _tile(recipe.scaling, kind, axis, values_RC.shape), mesh and mesh.get_group()
+            quantized, scale = quantize_fp8(values_RC, element, tile, stochastic=stochastic, group=group)
     return quantized.to(dtype), scale
 
 

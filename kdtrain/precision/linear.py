@@ -14,14 +14,22 @@ Shape suffixes: N tokens, D inputs, O outputs.
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kdtrain.precision.emulated import FormatRecipe, Held, hold, quantized_linear
+from kdtrain.precision.emulated import (
+    FP8_TILE,
+    MX_BLOCK,
+    FormatRecipe,
+    Held,
+    WeightParts,
+    hold,
+    quantized_linear,
+)
 from kdtrain.precision.modes import Switch
 
 
@@ -34,7 +42,11 @@ class Product(Protocol):
 
 
 class Backend(Protocol):
-    """A source of quantised products."""
+    """A source of quantised products.
+
+    One for layers in parts (`--tensor-parallel`) also has `part_multiple`, of which the width of each part must be a
+    multiple, and its products `across(parts)`, which returns the product of this rank's `emulated.WeightParts`.
+    """
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
         """Return why a layer of this shape cannot be quantised, or None."""
@@ -52,6 +64,13 @@ class Emulated:
     recipe: FormatRecipe
     held: Held | None = None
     """The weight of the only layer, quantised once, where it is constant."""
+    parts: WeightParts | None = None
+    """Of which weight the layer has this rank's."""
+
+    @property
+    def part_multiple(self) -> int:
+        """The values in a tile or block, of which none reaches over a cut."""
+        return {"mx": MX_BLOCK, "blockwise": FP8_TILE}.get(self.recipe.scaling, 1)
 
     def refuses(self, inputs: int, outputs: int, transposed: bool) -> str | None:
         """Return None: every shape can be quantised."""
@@ -65,9 +84,13 @@ class Emulated:
         """Return the product for a layer whose weight does not change."""
         return Emulated(self.recipe, hold(weight_OD, self.recipe))
 
+    def across(self, parts: WeightParts) -> Product:
+        """Return the product for this rank's part of a layer."""
+        return replace(self, parts=parts)
+
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
         """Compute `x_ND @ weight_OD^T` (`emulated.quantized_linear`)."""
-        return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward, self.held)
+        return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward, self.held, self.parts)
 
 
 class _Switchable(nn.Module):

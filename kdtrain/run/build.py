@@ -163,7 +163,7 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
 
     skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
     head, backend = model.model.get_output_embeddings(), formats.choice.backend
-    whole = recipe.plan.student != "fsdp"  # else each rank would hold all quantised weights
+    whole = not recipe.cut  # else each rank would hold all quantised weights
     own = adapter_parts(model.model)
     done = convert(model.model, formats.switch, backend, head=head, adapters=own, hold=whole, **skip)
     return *formats.lines, str(done)

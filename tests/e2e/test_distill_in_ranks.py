@@ -205,6 +205,32 @@ def test_a_signal_to_one_rank_stops_all_and_the_same_command_resumes_bitwise(ran
     assert ranks.differing(whole(how), f"asked-{how[1]}") == []
 
 
+def test_tensor_ranks_with_dropout_switch_formats_at_the_steps_of_one_process_and_resume_bitwise(ranks):
+    text = (ranks.root / "student.toml").read_text()
+    (ranks.root / "dropping.toml").write_text(f"{text}attention_dropout = 0.3\n")
+    command = (
+        *("dropping.toml" if each == "student.toml" else each for each in RUN),
+        *("--cache", "chat-cache", "--precision", "fp8", "--micro-batch-size", 3, "--time-resume"),
+        *("--quant-rule", "loss", "--quant-loss-threshold", 0.001, "--quant-min-dwell", 1),
+    )
+
+    def switches(run):
+        events = [json.loads(line) for line in (ranks.root / run / "events.jsonl").read_text().splitlines()]
+        return [(each["step"], each["mode"]) for each in events if each["event"] == "switch"]
+
+    ranks.ok(1, *command, "--out", "dropping-1")
+    assert switches("dropping-1")[0][1] == "bf16"
+    for world, how in ((2, TENSOR), (4, (*TENSOR, *FSDP))):
+        ranks.ok(world, *command, *how, "--out", f"dropping-{world}")
+        assert switches(f"dropping-{world}") == switches("dropping-1"), how
+        for line, other in zip(ranks.lines("dropping-1"), ranks.lines(f"dropping-{world}"), strict=True):
+            assert other["loss"] == pytest.approx(line["loss"], rel=0.1)
+    ended = ranks.launch(2, *command, *TENSOR, "--out", "dropping-asked", fault="train.after-micro-batch:term:8@1")
+    assert [each.code for each in ended] == [0, 0], ended[0].stderr
+    ranks.ok(2, *command, *TENSOR, "--out", "dropping-asked")
+    assert ranks.differing("dropping-2", "dropping-asked") == []
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_signal_to_one_rank_before_the_ranks_have_met_stops_all_of_them_alike(ranks, stopped):
     command = (*RUN, *CACHED, *DDP, "--out", f"early-{stopped}", "--rank-timeout", 60, "--json")

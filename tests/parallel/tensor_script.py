@@ -1,10 +1,12 @@
 """Ranks of which two compute a forward together: they train what one process trains. See wrap_script.py."""
 
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from wrap_script import CPU, MICROS, Counted, batch, comes_back_from_the_disk_in_parts, gradients, near, whole
 
 from kdtrain.config.sections import OptimizerConfig
@@ -31,10 +33,12 @@ SHAPES = {"llama": True, "qwen3": False, "phi": False}
 LAYOUT = RankLayout()
 
 
-def parallelized(shape: str, kind: str, sequence: bool = True, tied: bool | None = None) -> SingleProcess:
+def parallelized(
+    shape: str, kind: str, sequence: bool = True, tied: bool | None = None, **config: Any
+) -> SingleProcess:
     """Make a fresh student, alike on each rank, in one process (`single`) or over a data rank's tensor ranks."""
     tied = SHAPES[shape] if tied is None else tied
-    model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied))
+    model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied, **config))
     if kind != "single":
         tensor.apply(model, LAYOUT, CPU, vocab_size=VOCABULARY, sequence=sequence)
     if kind == "fsdp":
@@ -198,7 +202,66 @@ def a_step_exchanges_the_bytes_of_the_formula() -> None:
         assert 0 <= summed - found.all_reduce <= 4 * 16 * micros * tokens, (kind, sequence, mode)
 
 
+class Drops(TorchDispatchMode):
+    """Collects what dropout keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            self.kept.append((found[1] if isinstance(found, tuple) else found) != 0)
+        return found
+
+
+DROPPING = {
+    "phi": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attention_dropout": 0.5},
+    "llama": {  # which drops what leaves a block before the block ends
+        **{"model_type": "starcoder2", "num_key_value_heads": 4},
+        **{"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5},
+    },
+}
+
+
+def dropout_keeps_the_same_of_a_whole_stream_and_others_in_each_part() -> None:
+    tokens = torch.randint(VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(1))
+    for (shape, config), sequence in itertools.product(DROPPING.items(), (True, False)):
+        model = parallelized(shape, "tensor", sequence, **config).model
+        torch.manual_seed(LAYOUT.data_rank)
+        with Drops() as drops:
+            hidden = model.train()(tokens).detach()
+        every: list[Any] = [None, None]
+        own = ([each for each in drops.kept if each.ndim > 1], hidden)
+        dist.all_gather_object(every, own, group=LAYOUT.tensor_mesh.get_group())
+        assert torch.equal(every[0][1], every[1][1]) and not torch.equal(hidden, model.eval()(tokens)), shape
+        alike = [torch.equal(one, other) for one, other in zip(every[0][0], every[1][0], strict=True)]
+        # the embedding's, and in each of two layers those of the heads and of what two blocks add
+        parts = [each.ndim == 4 or each.shape[1] < 32 for each in own[0]]
+        assert sum(parts) == (6 if sequence else 2) and alike == [not each for each in parts], (shape, sequence)
+        for one, other in zip(every[0][0], every[1][0], strict=True):
+            together = torch.stack([one.flatten(), other.flatten()]).double()
+            if not torch.equal(one, other):
+                assert abs(torch.corrcoef(together)[0, 1]) < 4 / one.numel() ** 0.5, (shape, sequence, one.shape)
+
+
+def recomputed_layers_drop_what_they_dropped() -> None:
+    for (shape, config), sequence in itertools.product(DROPPING.items(), (True, False)):
+        found = []
+        for again in (False, True):
+            wrapped = parallelized(shape, kinds()[-1], sequence, **config)
+            if again:
+                checkpoint_activations(wrapped.model.model)
+            torch.manual_seed(LAYOUT.data_rank)
+            accumulate(wrapped)
+            found.append([local(each.grad) for each in wrapped.model.parameters()])
+        assert all(map(torch.equal, *found)), (shape, sequence)
+
+
 PROMISES = (
+    dropout_keeps_the_same_of_a_whole_stream_and_others_in_each_part,
+    recomputed_layers_drop_what_they_dropped,
     a_step_exchanges_the_bytes_of_the_formula,
     tensor_ranks_of_a_teacher_give_each_rank_the_logits_of_its_own_sequences,
     gradients_of_three_micro_batches_are_those_of_one_process,

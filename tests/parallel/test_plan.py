@@ -9,7 +9,7 @@ import torch
 
 from kdtrain.config.choices import TEACHERS
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.sections import LoraConfig, ObjectiveConfig, ParallelConfig, PrecisionConfig
+from kdtrain.config.sections import LoraConfig, ObjectiveConfig, ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
@@ -18,6 +18,10 @@ from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import GIB, USABLE, Job, choose, estimated, plan_run, propose
 from kdtrain.parallel.memory_plan import MemoryPlan as Plan
+from kdtrain.precision.backends import FormatChoice, Torchao, TransformerEngine
+from kdtrain.precision.emulated import FormatRecipe
+from kdtrain.precision.formats import Formats
+from kdtrain.precision.linear import Emulated
 from kdtrain.precision.modes import compiles_teacher
 from kdtrain.run.capture import capturing
 from kdtrain.testing import SHAPES
@@ -240,7 +244,7 @@ def test_packed_weights_count_by_their_bytes_and_are_never_sharded():
 
 
 NO_CHOICE = type("Formats", (), {"choice": None})()
-QUANTISED = type("Formats", (), {"choice": "fp8"})()
+OWN_SCALES = Formats("bf16", FormatChoice("fp8", "transformer-engine", TransformerEngine(FormatRecipe("mx")), True, ""))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,6 @@ QUANTISED = type("Formats", (), {"choice": "fp8"})()
         ("llama", {}, 4, "does not divide num_key_value_heads = 2 of s; choose 2"),
         ("llama", {"intermediate_size": 63}, 2, "intermediate_size = 63"),
         ("llama", {"num_key_value_heads": 1}, 2, "use --parallel fsdp"),
-        ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout"),
         ("llama", {"vocab_size": 1}, 2, "none of the 1 tokens"),
         ("llama", {"model_type": "olmo2"}, 2, "the style colwise_gather_output"),
         ("llama", {"model_type": "mixtral", "num_local_experts": 2}, 2, "the style moe_tp_experts"),
@@ -280,7 +283,7 @@ def test_releases_whose_plans_are_too_old_are_refused_with_their_version(monkeyp
 @pytest.mark.parametrize(
     "options, spec, formats, words",
     [
-        ({"precision": PrecisionConfig(precision="mxfp8")}, {}, QUANTISED, "--precision mxfp8"),
+        ({}, {}, OWN_SCALES, "--fp8-backend transformer-engine"),
         ({}, {"lora": LoraConfig(lora_rank=4)}, NO_CHOICE, "--lora-rank"),
         ({"objective": ObjectiveConfig(divergence="logit-mse")}, {}, NO_CHOICE, "logit-mse over whole distributions"),
     ],
@@ -292,6 +295,34 @@ def test_what_tensor_ranks_are_not_made_for_is_refused_by_name(options, spec, fo
     given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=parallel, **options)
     with pytest.raises(UsageError, match=f"^--tensor-parallel 2 cannot be used with .*{words}"):
         tensor.refuse_with(given, student, 300, dense, formats)
+
+
+@pytest.mark.parametrize(
+    "mode, backend, size, words",
+    [
+        (
+            "mxfp8",
+            Emulated(FormatRecipe("mx")),
+            4,
+            r"the 64 numbers of layers.\*.self_attn.q_proj .* 32, .*; choose 2, or",
+        ),
+        ("fp8", Emulated(FormatRecipe("blockwise")), 2, "128, as fp8 needs; use --parallel fsdp"),
+        ("fp8", Torchao(FormatRecipe("tensorwise")), 4, None),
+        ("fp8", Emulated(FormatRecipe("rowwise")), 4, None),
+    ],
+)
+def test_a_block_that_would_reach_over_a_cut_is_refused_with_the_numbers_of_ranks_that_cut_between_blocks(
+    mode, backend, size, words
+):
+    config = SHAPES["llama"] | {"num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 256}
+    student, parallel = ModelSpec(name="s", config=config, init="scratch"), ParallelConfig(tensor_parallel=size)
+    given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=parallel)
+    formats = Formats("bf16", FormatChoice(mode, "emulated", backend, False, ""))
+    if words is None:
+        tensor.refuse_with(given, student, 300, None, formats)
+    else:
+        with pytest.raises(UsageError, match=f"^--tensor-parallel {size} cuts .*{words}"):
+            tensor.refuse_with(given, student, 300, None, formats)
 
 
 @pytest.mark.parametrize(

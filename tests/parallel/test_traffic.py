@@ -45,7 +45,8 @@ def test_copies_of_a_sharded_model_reduce_their_parts():
     assert found.calls["all_reduce"] == 2
 
 
-def test_a_quantised_student_is_gathered_in_the_high_format_but_for_emulation_and_learns_as_a_whole_one(
-    run_ranks,
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_quantised_student_is_quantised_in_each_layout_gathered_in_the_high_format_and_learns_as_a_whole_one(
+    run_ranks, world
 ):
-    run_ranks(Path(__file__).with_name("quantised_script.py"), 2)
+    run_ranks(Path(__file__).with_name("quantised_script.py"), world)

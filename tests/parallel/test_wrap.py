@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = [("wrap_script.py", 3), ("compiled_script.py", 2), ("tensor_script.py", 2), ("tensor_script.py", 4)]
+SCRIPTS = [
+    *(("wrap_script.py", 3), ("compiled_script.py", 2), ("tensor_script.py", 2), ("tensor_script.py", 4)),
+    *(("tensor_quantised_script.py", 2), ("tensor_quantised_script.py", 4)),
+]
 
 
 @pytest.mark.parametrize("name, world", SCRIPTS)
