@@ -14,10 +14,14 @@ norms of queries and keys, positions for all norms of the layers under sequence 
 once a step (`training.step`), not in each backward: transformers' own hook sums what earlier micro-batches have added
 up again. Of all other whole weights the first rank's gradient counts, so that all ranks hold the same bits.
 
+Where there are more ranks than heads of keys and values, several share a head: each holds and multiplies its part of
+the head's rows, and they gather the result, whose gradients are summed. So weights, gradients and moments of such
+layers are cut as all others.
+
 `apply` proves a plan on a probe: the hidden states, and the gradients of every weight that stays whole, must be those
 of the whole model.
 
-Given up: mixtures of experts, whose plans have styles of their own, and more tensor ranks than a model has KV heads.
+Given up: mixtures of experts, whose plans have styles of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,10 +33,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
@@ -44,10 +49,13 @@ from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.parallelize import Traffic
 from kdtrain.precision.formats import Formats
-from kdtrain.ranks import all_reduce_sum
+from kdtrain.ranks import all_reduce_sum, world_size
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
-_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+_HEADS, _KEYS = "num_attention_heads", "num_key_value_heads"
+_COUNTS = (_HEADS, _KEYS, "intermediate_size")
+_OF_KEYS = ("k_proj", "v_proj")
+"""The layers of keys and values in all plans of models that have a number of them."""
 _LEAST = {"torch": "2.11", "transformers": "5.17"}
 """The oldest releases that are supported; gradients were compared under torch 2.13 and transformers 5.23."""
 _NEAR, _NEAR_NARROW = 5e-3, 5e-2
@@ -88,8 +96,13 @@ def refuse_plan(
             f"0, or {instead}"
         )
     counts = {each: value for each in _COUNTS if isinstance(value := getattr(text, each, None), int)}
-    if wrong := [each for each, value in counts.items() if value % size]:
-        able = [n for n in range(2, max(counts.values()) + 1) if not any(value % n for value in counts.values())]
+
+    def fits(each: str, ranks: int) -> bool:
+        shared = each == _KEYS and ranks % counts[each] == 0 and _head_size(text) % (ranks // counts[each]) == 0
+        return shared or counts[each] % ranks == 0
+
+    if wrong := [each for each in counts if not fits(each, size)]:
+        able = [n for n in range(2, max(counts.values()) + 1) if all(fits(each, n) for each in counts)]
         which = f"choose {', '.join(map(str, able))}" if able else instead
         raise UsageError(f"{option} {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}")
     if vocab_size <= (size - 1) * -(-vocab_size // size):
@@ -176,6 +189,10 @@ def apply(
             parallelize_module(modules[each], mesh, how, src_data_rank=None)
         if style == "rowwise":
             modules[each].register_forward_hook(cutting.leave)
+        elif cutting.sharing is not None and each.endswith(_OF_KEYS):
+            modules[each].register_forward_hook(cutting.share)
+            block: Any = modules[each.rpartition(".")[0]]
+            block.num_key_value_groups = getattr(whole.config.get_text_config(), _HEADS) // size
     _cut_rows(head, mesh)
     layers = layers_of(base)
     layers[0].register_forward_pre_hook(cutting.begin)
@@ -250,6 +267,11 @@ def traffic(
         scattered = narrow * leaves + wide * blocks
     else:
         summed += narrow * leaves + wide * blocks
+    text, size = whole_model(model).config.get_text_config(), model.tensor.size()
+    if _sharing(text, size) > 1:
+        shared = len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
+        gathered += shared * (2 if recomputes else 1)
+        scattered += shared
     once = sum(4.0 * model.get_parameter(each).numel() for each in model.once)
     return Traffic(
         all_gather=micro_batches * gathered,
@@ -258,11 +280,26 @@ def traffic(
     )
 
 
+def _head_size(text: Any) -> int:
+    """Return the numbers of a head."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // getattr(text, _HEADS))
+
+
+def _sharing(text: Any, size: int) -> int:
+    """Return how many of `size` tensor ranks share a head of keys and values, by a configuration."""
+    heads = getattr(text, _KEYS, None)
+    return max(1, size // heads) if isinstance(heads, int) else 1
+
+
 class _Cutting:
     """The hooks at which the residual stream and the blocks meet."""
 
-    def __init__(self, model: nn.Module, mesh: Any, sequence: bool) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: Any, sequence: bool) -> None:
         self.model, self.mesh, self.sequence, self.probes = model, mesh, sequence, False
+        self.sharing: Any = None
+        if (ranks := _sharing(model.config.get_text_config(), mesh.size())) > 1:  # with consecutive numbers
+            shape = world_size() // ranks, ranks
+            self.sharing = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("heads", "parts"))["parts"]
 
     def stream(self) -> Any:
         """Return the placement of the residual stream over the tensor ranks now."""
@@ -310,6 +347,11 @@ class _Cutting:
     def leave(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
         """Sum the parts of a block's result."""
         return output.redistribute(placements=[self.stream()]).to_local()
+
+    def share(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """Gather a head of keys or values from the ranks that share it, each of which sees a part of its gradient."""
+        part = DTensor.from_local(output, self.sharing, [Shard(output.ndim - 1)], run_check=False)
+        return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def _moved(self, tensor: Tensor, before: Any, after: Any) -> Tensor:
         if before == after:

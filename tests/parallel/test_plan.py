@@ -247,9 +247,10 @@ QUANTISED = type("Formats", (), {"choice": "fp8"})()
     "shape, changes, size, words",
     [
         ("gpt2", {}, 2, "has no plan for s (gpt2)"),
-        ("llama", {}, 4, "does not divide num_key_value_heads = 2 of s; choose 2"),
+        ("llama", {}, 8, "does not divide num_attention_heads = 4 of s; choose 2, 4"),
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}, 2, "= 3 of s; use --para"),
+        ("llama", {"num_key_value_heads": 1, "head_dim": 3}, 2, "not divide num_key_value_heads = 1"),
         ("llama", {"intermediate_size": 63}, 2, "intermediate_size = 63"),
-        ("llama", {"num_key_value_heads": 1}, 2, "use --parallel fsdp"),
         ("llama", {"attention_dropout": 0.1}, 2, "attention_dropout"),
         ("llama", {"vocab_size": 1}, 2, "none of the 1 tokens"),
         ("llama", {"model_type": "olmo2"}, 2, "the style colwise_gather_output"),
@@ -298,7 +299,7 @@ def test_what_tensor_ranks_are_not_made_for_is_refused_by_name(options, spec, fo
     "name, spec, words",
     [
         ("local", {"config": SHAPES["gpt2"]}, r"transformers 5\S* has no plan for t .gpt2.*; use --teacher-parallel"),
-        ("local", {"config": SHAPES["llama"] | {"num_key_value_heads": 1}}, "not divide num_key_value_heads = 1 of t"),
+        ("local", {"config": SHAPES["llama"] | {"intermediate_size": 63}}, "not divide intermediate_size = 63 of t"),
         ("local", {"config": SHAPES["llama"], "weights": "int8"}, "cannot cut --teacher-weights int8"),
         ("self", {"config": SHAPES["llama"]}, "cannot cut --teacher self"),
     ],
