@@ -120,8 +120,11 @@ def refuse_with(
     option = f"--tensor-parallel {config.parallel.tensor_parallel}"
     dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
     refused = {
+        "adapters (--lora-rank) beside quantised layers, which are whole": formats.choice is not None
+        and student.lora is not None,
         f"--precision {config.precision.precision}: quantised layers are whole": formats.choice is not None,
-        "adapters (--lora-rank), whose layers are whole": student.lora is not None,
+        "--lora-dora, whose norms of columns go over ranks": student.lora is not None and student.lora.lora_dora,
+        f"--base-weights {student.weights}, whose packed layers are whole": student.weights is not None,
         "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
         and facts.alignment is not None,
         f"--divergence {config.objective.divergence} over whole distributions, as it is not a sum over tokens": dense
@@ -181,12 +184,18 @@ def apply(
     embedding.register_forward_hook(cutting.found)
     if tied:
         head.weight = embedding.weight
+    summed = [each for path, style in styled.items() if style == _SUMMED for each in modules[path].parameters()]
     for each, style in styled.items():
         how: Any = ColwiseParallel() if style == "colwise" else None
         if style == "rowwise":
             how = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         if how is not None:
-            parallelize_module(modules[each], mesh, how, src_data_rank=None)
+            layer: Any = getattr(modules[each], "base_layer", modules[each])
+            parallelize_module(layer, mesh, how, src_data_rank=None)
+            if layer is not modules[each]:
+                from kdtrain.parallel.cut_adapters import cut_adapter  # which other students do without
+
+                summed += cut_adapter(modules[each], mesh, style)
         if style == "rowwise":
             modules[each].register_forward_hook(cutting.leave)
         elif cutting.sharing is not None and each.endswith(_OF_KEYS):
@@ -200,7 +209,7 @@ def apply(
     _settle(model, device)
     model.tensor = mesh
     inside = {id(each) for layer in layers for each in layer.parameters()} if sequence else set()
-    inside |= {id(each) for path, style in styled.items() if style == _SUMMED for each in modules[path].parameters()}
+    inside |= {id(each) for each in summed}
     model.once = {
         each: id(parameter) in inside and not isinstance(parameter, DTensor)  # which sums in each backward
         for each, parameter in model.named_parameters()
@@ -253,8 +262,8 @@ def traffic(
         itemsize: bytes of a number that a block returns.
         recomputes: whether the backward computes layers again: all of them but their last sum.
     """
-    parameters = list(model.parameters())
-    blocks = sum(isinstance(each, DTensor) and each.placements[-1].is_shard(1) for each in parameters)
+    parameters = {name: each for name, each in model.named_parameters() if ".lora_" not in name}
+    blocks = sum(isinstance(each, DTensor) and each.placements[-1].is_shard(1) for each in parameters.values())
     enters = leaves = blocks
     if recomputes:
         enters, leaves = 2 * blocks, 2 * blocks - len(layers_of(model))
@@ -272,7 +281,8 @@ def traffic(
         shared = len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
         gathered += shared * (2 if recomputes else 1)
         scattered += shared
-    once = sum(4.0 * model.get_parameter(each).numel() for each in model.once)
+    whole = map(model.get_parameter, model.once)
+    once = sum(4.0 * each.numel() for each in whole if each.requires_grad)
     return Traffic(
         all_gather=micro_batches * gathered,
         reduce_scatter=micro_batches * scattered,
@@ -344,8 +354,10 @@ class _Cutting:
         stream = stream.redistribute(placements=[Replicate()])
         return ((stream, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": stream})
 
-    def leave(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+    def leave(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         """Sum the parts of a block's result."""
+        if not isinstance(output, DTensor):  # of an adapted layer
+            output = DTensor.from_local(output, self.mesh, [Partial()], run_check=False)
         return output.redistribute(placements=[self.stream()]).to_local()
 
     def share(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

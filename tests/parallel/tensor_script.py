@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from wrap_script import CPU, MICROS, Counted, batch, comes_back_from_the_disk_in_parts, gradients, near, whole
 
-from kdtrain.config.sections import OptimizerConfig
+from kdtrain.config.sections import LoraConfig, OptimizerConfig
+from kdtrain.models.adapters import restrict
 from kdtrain.models.head import layers_of, split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.models.spec import ModelSpec
@@ -33,10 +34,22 @@ SHARED = {"qwen2": {"num_key_value_heads": 1}}
 LAYOUT = RankLayout()
 
 
-def parallelized(shape: str, kind: str, sequence: bool = True, tied: bool | None = None) -> SingleProcess:
-    """Make a fresh student, alike on each rank, in one process (`single`) or over a data rank's tensor ranks."""
+LORA = LoraConfig(lora_rank=4, lora_dropout=0.3)
+
+
+def parallelized(
+    shape: str, kind: str, sequence: bool = True, tied: bool | None = None, lora: LoraConfig | None = None
+) -> SingleProcess:
+    """Make a fresh student, alike on each rank, in one process (`single`) or over a data rank's tensor ranks.
+
+    With adapters B is not 0, as it is in a fresh one, whose A has no gradient.
+    """
     tied = SHAPES[shape] if tied is None else tied
     model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied, **SHARED.get(shape, {})))
+    restrict(model, lora, False, seed=5)
+    chance = torch.Generator().manual_seed(6)
+    for each in (each for name, each in model.named_parameters() if "lora_B" in name):
+        each.data.normal_(std=0.1, generator=chance)
     if kind != "single":
         tensor.apply(model, LAYOUT, CPU, vocab_size=VOCABULARY, sequence=sequence)
     if kind == "fsdp":
@@ -58,6 +71,7 @@ def accumulate(wrapped: SingleProcess) -> None:
     if wrapped.layout.tensor_size == 1:
         first, many = 0, MICROS * LAYOUT.data_size
     for number in range(first, first + many):
+        torch.manual_seed(number)
         with wrapped.micro_batch(last=number == first + many - 1):
             wrapped(batch(number), 100.0).loss.backward()
     sum_over_tensor_ranks(wrapped.model, wrapped.layout)
@@ -76,6 +90,23 @@ def gradients_of_three_micro_batches_are_those_of_one_process() -> None:
             assert torch.allclose(*norms, rtol=1e-6), (shape, kind)
 
 
+def adapters_of_parts_have_the_gradients_and_the_dropout_of_one_process() -> None:
+    for shape, sequence in (("qwen2", True), ("phi", False)):
+        alone = parallelized(shape, "single", lora=LORA)
+        accumulate(alone)
+        for kind in kinds():
+            wrapped = parallelized(shape, kind, sequence, lora=LORA)
+            held = [sum(local(each).numel() for each in one.model.parameters()) for one in (wrapped, alone)]
+            assert held[0] < 0.6 * held[1]
+            accumulate(wrapped)
+            assert near(gradients(wrapped), gradients(alone)), (shape, kind)
+            norms = [
+                total_norm([each.grad for each in one.model.parameters() if each.grad is not None])
+                for one in (wrapped, alone)
+            ]
+            assert torch.allclose(*norms, rtol=1e-6), (shape, kind)
+
+
 def a_hook_that_sums_in_each_backward_is_what_this_test_would_see() -> None:
     alone, wrapped = parallelized("qwen3", "single"), parallelized("qwen3", kinds()[0], sequence=False)
     group = LAYOUT.tensor_mesh.get_group()
@@ -89,8 +120,8 @@ def a_hook_that_sums_in_each_backward_is_what_this_test_would_see() -> None:
 
 
 def after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layout() -> None:
-    def state(kind: str) -> TrainState:
-        wrapped = parallelized("qwen3", kind)
+    def state(kind: str, lora: LoraConfig | None) -> TrainState:
+        wrapped = parallelized("qwen3", kind, lora=lora)
         optimizer = make_optimizer(wrapped.module, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
         for _ in range(3):
             accumulate(wrapped)
@@ -98,9 +129,8 @@ def after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layo
             optimizer.zero_grad()
         return TrainState(wrapped.module, optimizer)
 
-    one = state("single")
-    for kind in kinds():
-        many = state(kind)
+    for kind, lora in [(kind, lora) for kind in kinds() for lora in (None, LORA)]:
+        one, many = state("single", lora), state(kind, lora)
         for name, each in many.student.model.named_parameters():
             if name in many.student.model.once:
                 bits = [torch.empty_like(local(each.detach())) for _ in range(2)]
@@ -205,6 +235,7 @@ PROMISES = (
     a_step_exchanges_the_bytes_of_the_formula,
     tensor_ranks_of_a_teacher_give_each_rank_the_logits_of_its_own_sequences,
     gradients_of_three_micro_batches_are_those_of_one_process,
+    adapters_of_parts_have_the_gradients_and_the_dropout_of_one_process,
     a_hook_that_sums_in_each_backward_is_what_this_test_would_see,
     after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layout,
     each_rank_holds_its_part_alone_and_validates_as_one_process,

@@ -282,7 +282,9 @@ def test_releases_whose_plans_are_too_old_are_refused_with_their_version(monkeyp
     "options, spec, formats, words",
     [
         ({"precision": PrecisionConfig(precision="mxfp8")}, {}, QUANTISED, "--precision mxfp8"),
-        ({}, {"lora": LoraConfig(lora_rank=4)}, NO_CHOICE, "--lora-rank"),
+        ({}, {"lora": LoraConfig(lora_rank=4)}, QUANTISED, "--lora-rank"),
+        ({}, {"lora": LoraConfig(lora_rank=4, lora_dora=True)}, NO_CHOICE, "--lora-dora"),
+        ({}, {"lora": LoraConfig(lora_rank=4), "weights": "int8"}, NO_CHOICE, "--base-weights int8"),
         ({"objective": ObjectiveConfig(divergence="logit-mse")}, {}, NO_CHOICE, "logit-mse over whole distributions"),
     ],
 )
