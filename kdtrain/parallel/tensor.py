@@ -17,10 +17,14 @@ up again. Of all other whole weights the first rank's gradient counts, so that a
 Dropout draws the same random numbers on all ranks where the stream is whole, and others on each within a cut: of heads
 between the first and the last layer of a block, of positions in all layers under sequence parallelism.
 
+Where there are more ranks than heads of keys and values, several share a head: each holds and multiplies its part of
+the head's rows, and they gather the result, whose gradients are summed. So weights, gradients and moments of such
+layers are cut as all others.
+
 `apply` proves a plan on a probe: the hidden states, and the gradients of every weight that stays whole, must be those
 of the whole model.
 
-Given up: mixtures of experts, whose plans have styles of their own, and more tensor ranks than a model has KV heads.
+Given up: mixtures of experts, whose plans have styles of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +36,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
@@ -50,10 +55,13 @@ from kdtrain.parallel.quantised import cut_product
 from kdtrain.precision.draws import DrawsApart
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.modes import Switch
-from kdtrain.ranks import all_reduce_sum
+from kdtrain.ranks import all_reduce_sum, world_size
 
 _CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
-_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+_HEADS, _KEYS = "num_attention_heads", "num_key_value_heads"
+_COUNTS = (_HEADS, _KEYS, "intermediate_size")
+_OF_KEYS = ("k_proj", "v_proj")
+"""The layers of keys and values in all plans of models that have a number of them."""
 _LEAST = {"torch": "2.11", "transformers": "5.17"}
 """The oldest releases that are supported; gradients were compared under torch 2.13 and transformers 5.23."""
 _NEAR, _NEAR_NARROW = 5e-3, 5e-2
@@ -88,8 +96,13 @@ def refuse_plan(
             f"experts and fused layers have; {instead}"
         )
     counts = {each: value for each in _COUNTS if isinstance(value := getattr(text, each, None), int)}
-    if wrong := [each for each, value in counts.items() if value % size]:
-        able = [n for n in range(2, max(counts.values()) + 1) if not any(value % n for value in counts.values())]
+
+    def fits(each: str, ranks: int) -> bool:
+        shared = each == _KEYS and ranks % counts[each] == 0 and _head_size(text) % (ranks // counts[each]) == 0
+        return shared or counts[each] % ranks == 0
+
+    if wrong := [each for each in counts if not fits(each, size)]:
+        able = [n for n in range(2, max(counts.values()) + 1) if all(fits(each, n) for each in counts)]
         which = f"choose {', '.join(map(str, able))}" if able else instead
         raise UsageError(f"{option} {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}")
     if vocab_size <= (size - 1) * -(-vocab_size // size):
@@ -109,7 +122,9 @@ def refuse_with(
     dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
     refused = {
         f"--fp8-backend {choice and choice.name}, whose scales are of a rank's part alone": multiple is None,
-        "adapters (--lora-rank), whose layers are whole": student.lora is not None,
+        "adapters (--lora-rank) beside quantised layers": choice is not None and student.lora is not None,
+        "--lora-dora, whose norms of columns go over ranks": student.lora is not None and student.lora.lora_dora,
+        f"--base-weights {student.weights}, whose packed layers are whole": student.weights is not None,
         "a teacher of another tokenizer, whose cells of tokens need whole rows": facts is not None
         and facts.alignment is not None,
         f"--divergence {config.objective.divergence} over whole distributions, as it is not a sum over tokens": dense
@@ -197,15 +212,25 @@ def apply(
     embedding.register_forward_hook(cutting.found)
     if tied:
         head.weight = embedding.weight
+    summed = [each for path, style in styled.items() if style == _SUMMED for each in modules[path].parameters()]
     for each, style in styled.items():
         how: Any = ColwiseParallel() if style == "colwise" else None
         if style == "rowwise":
             how = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
         if how is not None:
-            parallelize_module(modules[each], mesh, how, src_data_rank=None)
-            cut_product(modules[each], mesh, style)
+            layer: Any = getattr(modules[each], "base_layer", modules[each])
+            parallelize_module(layer, mesh, how, src_data_rank=None)
+            cut_product(layer, mesh, style)
+            if layer is not modules[each]:
+                from kdtrain.parallel.cut_adapters import cut_adapter  # which other students do without
+
+                summed += cut_adapter(modules[each], mesh, style)
         if style == "rowwise":
             modules[each].register_forward_hook(cutting.leave)
+        elif cutting.sharing is not None and each.endswith(_OF_KEYS):
+            modules[each].register_forward_hook(cutting.share)
+            block: Any = modules[each.rpartition(".")[0]]
+            block.num_key_value_groups = getattr(whole.config.get_text_config(), _HEADS) // size
     _cut_rows(head, mesh)
     layers = layers_of(base)
     layers[0].register_forward_pre_hook(cutting.begin)
@@ -216,7 +241,7 @@ def apply(
     _settle(model, device)
     model.tensor = mesh
     inside = {id(each) for layer in layers for each in layer.parameters()} if sequence else set()
-    inside |= {id(each) for path, style in styled.items() if style == _SUMMED for each in modules[path].parameters()}
+    inside |= {id(each) for each in summed}
     model.once = {
         each: id(parameter) in inside and not isinstance(parameter, DTensor)  # which sums in each backward
         for each, parameter in model.named_parameters()
@@ -269,8 +294,8 @@ def traffic(
         itemsize: bytes of a number that a block returns.
         recomputes: whether the backward computes layers again: all of them but their last sum.
     """
-    parameters = list(model.parameters())
-    blocks = sum(isinstance(each, DTensor) and each.placements[-1].is_shard(1) for each in parameters)
+    parameters = {name: each for name, each in model.named_parameters() if ".lora_" not in name}
+    blocks = sum(isinstance(each, DTensor) and each.placements[-1].is_shard(1) for each in parameters.values())
     enters = leaves = blocks
     if recomputes:
         enters, leaves = 2 * blocks, 2 * blocks - len(layers_of(model))
@@ -283,7 +308,13 @@ def traffic(
         scattered = narrow * leaves + wide * blocks
     else:
         summed += narrow * leaves + wide * blocks
-    once = sum(4.0 * model.get_parameter(each).numel() for each in model.once)
+    text, size = whole_model(model).config.get_text_config(), model.tensor.size()
+    if _sharing(text, size) > 1:
+        shared = len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
+        gathered += shared * (2 if recomputes else 1)
+        scattered += shared
+    whole = map(model.get_parameter, model.once)
+    once = sum(4.0 * each.numel() for each in whole if each.requires_grad)
     return Traffic(
         all_gather=micro_batches * gathered,
         reduce_scatter=micro_batches * scattered,
@@ -291,13 +322,28 @@ def traffic(
     )
 
 
+def _head_size(text: Any) -> int:
+    """Return the numbers of a head."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // getattr(text, _HEADS))
+
+
+def _sharing(text: Any, size: int) -> int:
+    """Return how many of `size` tensor ranks share a head of keys and values, by a configuration."""
+    heads = getattr(text, _KEYS, None)
+    return max(1, size // heads) if isinstance(heads, int) else 1
+
+
 class _Cutting:
     """The hooks at which the residual stream and the blocks meet."""
 
-    def __init__(self, model: nn.Module, mesh: Any, sequence: bool) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: Any, sequence: bool) -> None:
         self.model, self.mesh, self.sequence, self.probes = model, mesh, sequence, False
         self.draws: DrawsApart | None = None
         """Of a model with dropout."""
+        self.sharing: Any = None
+        if (ranks := _sharing(model.config.get_text_config(), mesh.size())) > 1:  # with consecutive numbers
+            shape = world_size() // ranks, ranks
+            self.sharing = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("heads", "parts"))["parts"]
 
     def stream(self) -> Any:
         """Return the placement of the residual stream over the tensor ranks now."""
@@ -344,10 +390,12 @@ class _Cutting:
         stream = stream.redistribute(placements=[Replicate()])
         return ((stream, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": stream})
 
-    def leave(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+    def leave(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         """Sum the parts of a block's result."""
         if not self.sequence:
             self.draw_alike()
+        if not isinstance(output, DTensor):  # of an adapted layer
+            output = DTensor.from_local(output, self.mesh, [Partial()], run_check=False)
         return output.redistribute(placements=[self.stream()]).to_local()
 
     def draw_apart(self, *_: Any) -> None:
@@ -359,6 +407,11 @@ class _Cutting:
         """Let dropout draw the numbers of the other ranks again."""
         if self.draws is not None and self.model.training:
             self.draws.end()
+
+    def share(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """Gather a head of keys or values from the ranks that share it, each of which sees a part of its gradient."""
+        part = DTensor.from_local(output, self.sharing, [Shard(output.ndim - 1)], run_check=False)
+        return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def _moved(self, tensor: Tensor, before: Any, after: Any) -> Tensor:
         if before == after:

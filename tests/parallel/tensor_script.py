@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from wrap_script import CPU, MICROS, Counted, batch, comes_back_from_the_disk_in_parts, gradients, near, whole
 
-from kdtrain.config.sections import OptimizerConfig
+from kdtrain.config.sections import LoraConfig, OptimizerConfig
+from kdtrain.models.adapters import restrict
 from kdtrain.models.head import layers_of, split
 from kdtrain.models.loading import checkpoint_activations
 from kdtrain.models.spec import ModelSpec
@@ -28,17 +29,34 @@ from kdtrain.training.student import Student
 
 VOCABULARY = 301
 """Which no two ranks divide: 151 and 150."""
-SHAPES = {"llama": True, "qwen3": False, "phi": False}
+SHAPES = {"llama": True, "qwen3": False, "phi": False, "qwen2": True}
 """And whether their head is tied."""
+SHARED = {"qwen2": {"num_key_value_heads": 1}}
+"""Heads of keys and values that are fewer than the tensor ranks."""
 LAYOUT = RankLayout()
 
 
+LORA = LoraConfig(lora_rank=4, lora_dropout=0.3)
+
+
 def parallelized(
-    shape: str, kind: str, sequence: bool = True, tied: bool | None = None, **config: Any
+    shape: str,
+    kind: str,
+    sequence: bool = True,
+    tied: bool | None = None,
+    lora: LoraConfig | None = None,
+    **config: Any,
 ) -> SingleProcess:
-    """Make a fresh student, alike on each rank, in one process (`single`) or over a data rank's tensor ranks."""
+    """Make a fresh student, alike on each rank, in one process (`single`) or over a data rank's tensor ranks.
+
+    With adapters B is not 0, as it is in a fresh one, whose A has no gradient.
+    """
     tied = SHAPES[shape] if tied is None else tied
-    model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied, **config))
+    model = split(tiny_model(shape, VOCABULARY, seed=3, tie_word_embeddings=tied, **SHARED.get(shape, {}), **config))
+    restrict(model, lora, False, seed=5)
+    chance = torch.Generator().manual_seed(6)
+    for each in (each for name, each in model.named_parameters() if "lora_B" in name):
+        each.data.normal_(std=0.1, generator=chance)
     if kind != "single":
         tensor.apply(model, LAYOUT, CPU, vocab_size=VOCABULARY, sequence=sequence)
     if kind == "fsdp":
@@ -60,6 +78,7 @@ def accumulate(wrapped: SingleProcess) -> None:
     if wrapped.layout.tensor_size == 1:
         first, many = 0, MICROS * LAYOUT.data_size
     for number in range(first, first + many):
+        torch.manual_seed(number)
         with wrapped.micro_batch(last=number == first + many - 1):
             wrapped(batch(number), 100.0).loss.backward()
     sum_over_tensor_ranks(wrapped.model, wrapped.layout)
@@ -67,7 +86,7 @@ def accumulate(wrapped: SingleProcess) -> None:
 
 def gradients_of_three_micro_batches_are_those_of_one_process() -> None:
     cases = [(shape, sequence, None) for shape in SHAPES for sequence in (True, False)] + [("qwen3", True, True)]
-    for shape, sequence, tied in cases if LAYOUT.data_size == 1 else cases[1:3]:
+    for shape, sequence, tied in cases if LAYOUT.data_size == 1 else [*cases[1:3], *cases[-3:-1]]:
         alone = parallelized(shape, "single", tied=tied)
         accumulate(alone)
         for kind in kinds():
@@ -75,6 +94,23 @@ def gradients_of_three_micro_batches_are_those_of_one_process() -> None:
             accumulate(wrapped)
             assert near(gradients(wrapped), gradients(alone)), (shape, kind, sequence, tied)
             norms = [total_norm([each.grad for each in one.model.parameters()]) for one in (wrapped, alone)]
+            assert torch.allclose(*norms, rtol=1e-6), (shape, kind)
+
+
+def adapters_of_parts_have_the_gradients_and_the_dropout_of_one_process() -> None:
+    for shape, sequence in (("qwen2", True), ("phi", False)):
+        alone = parallelized(shape, "single", lora=LORA)
+        accumulate(alone)
+        for kind in kinds():
+            wrapped = parallelized(shape, kind, sequence, lora=LORA)
+            held = [sum(local(each).numel() for each in one.model.parameters()) for one in (wrapped, alone)]
+            assert held[0] < 0.6 * held[1]
+            accumulate(wrapped)
+            assert near(gradients(wrapped), gradients(alone)), (shape, kind)
+            norms = [
+                total_norm([each.grad for each in one.model.parameters() if each.grad is not None])
+                for one in (wrapped, alone)
+            ]
             assert torch.allclose(*norms, rtol=1e-6), (shape, kind)
 
 
@@ -91,8 +127,8 @@ def a_hook_that_sums_in_each_backward_is_what_this_test_would_see() -> None:
 
 
 def after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layout() -> None:
-    def state(kind: str) -> TrainState:
-        wrapped = parallelized("qwen3", kind)
+    def state(kind: str, lora: LoraConfig | None) -> TrainState:
+        wrapped = parallelized("qwen3", kind, lora=lora)
         optimizer = make_optimizer(wrapped.module, OptimizerConfig(lr=3e-4), temperature_lr=0.01)
         for _ in range(3):
             accumulate(wrapped)
@@ -100,9 +136,8 @@ def after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layo
             optimizer.zero_grad()
         return TrainState(wrapped.module, optimizer)
 
-    one = state("single")
-    for kind in kinds():
-        many = state(kind)
+    for kind, lora in [(kind, lora) for kind in kinds() for lora in (None, LORA)]:
+        one, many = state("single", lora), state(kind, lora)
         for name, each in many.student.model.named_parameters():
             if name in many.student.model.once:
                 bits = [torch.empty_like(local(each.detach())) for _ in range(2)]
@@ -166,14 +201,15 @@ SIZES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduc
 
 def a_step_exchanges_the_bytes_of_the_formula() -> None:
     tokens, micros = batch(0).tokens[:, 1:].numel(), 2
-    for kind, sequence, mode, again in [
-        (kind, sequence, mode, again)
+    for kind, shape, sequence, mode, again in [
+        (kind, shape, sequence, mode, again)
         for kind in kinds()
+        for shape in ("qwen3", *SHARED)
         for sequence in (True, False)
         for mode, again in (("fp32", False), ("bf16", True))
         if LAYOUT.data_size == 1 or (sequence and again)
     ]:
-        wrapped = parallelized("qwen3", kind, sequence)
+        wrapped = parallelized(shape, kind, sequence)
         model, wrapped.module.mode = wrapped.model, mode
         if again:
             checkpoint_activations(model.model)
@@ -185,7 +221,7 @@ def a_step_exchanges_the_bytes_of_the_formula() -> None:
         how = {"micro_batches": micros, "sequence": sequence, "itemsize": 4 if mode == "fp32" else 2}
         found = tensor.traffic(model, tokens, recomputes=again, **how)
         for name, each in SIZES.items():
-            assert sum(counted.calls[name]) == getattr(found, each), (kind, sequence, mode, name)
+            assert sum(counted.calls[name]) == getattr(found, each), (kind, shape, sequence, mode, name)
         if LAYOUT.tensor_rank > 0:
             continue  # it has fewer rows of an odd vocabulary than the first, whom the formula is of
         summed = sum(counted.calls["all_reduce"]) + sum(counted.calls["allreduce"])
@@ -199,7 +235,7 @@ def a_step_exchanges_the_bytes_of_the_formula() -> None:
             assert sum(counted.calls["allgather_base"]) == parts.all_gather
             assert sum(counted.calls["reduce_scatter_base"]) == parts.reduce_scatter
         # with a few sums of the objective for each token
-        assert 0 <= summed - found.all_reduce <= 4 * 16 * micros * tokens, (kind, sequence, mode)
+        assert 0 <= summed - found.all_reduce <= 4 * 16 * micros * tokens, (kind, shape, sequence, mode)
 
 
 class Drops(TorchDispatchMode):
@@ -265,6 +301,7 @@ PROMISES = (
     a_step_exchanges_the_bytes_of_the_formula,
     tensor_ranks_of_a_teacher_give_each_rank_the_logits_of_its_own_sequences,
     gradients_of_three_micro_batches_are_those_of_one_process,
+    adapters_of_parts_have_the_gradients_and_the_dropout_of_one_process,
     a_hook_that_sums_in_each_backward_is_what_this_test_would_see,
     after_steps_whole_weights_have_the_same_bits_and_a_state_loads_into_any_layout,
     each_rank_holds_its_part_alone_and_validates_as_one_process,

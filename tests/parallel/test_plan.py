@@ -245,15 +245,17 @@ def test_packed_weights_count_by_their_bytes_and_are_never_sharded():
 
 NO_CHOICE = type("Formats", (), {"choice": None})()
 OWN_SCALES = Formats("bf16", FormatChoice("fp8", "transformer-engine", TransformerEngine(FormatRecipe("mx")), True, ""))
+QUANTISED = Formats("bf16", FormatChoice("mxfp8", "emulated", Emulated(FormatRecipe("mx")), True, ""))
 
 
 @pytest.mark.parametrize(
     "shape, changes, size, words",
     [
         ("gpt2", {}, 2, "has no plan for s (gpt2)"),
-        ("llama", {}, 4, "does not divide num_key_value_heads = 2 of s; choose 2"),
+        ("llama", {}, 8, "does not divide num_attention_heads = 4 of s; choose 2, 4"),
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 24}, 2, "= 3 of s; use --para"),
+        ("llama", {"num_key_value_heads": 1, "head_dim": 3}, 2, "not divide num_key_value_heads = 1"),
         ("llama", {"intermediate_size": 63}, 2, "intermediate_size = 63"),
-        ("llama", {"num_key_value_heads": 1}, 2, "use --parallel fsdp"),
         ("llama", {"vocab_size": 1}, 2, "none of the 1 tokens"),
         ("llama", {"model_type": "olmo2"}, 2, "the style colwise_gather_output"),
         ("llama", {"model_type": "mixtral", "num_local_experts": 2}, 2, "the style moe_tp_experts"),
@@ -284,7 +286,9 @@ def test_releases_whose_plans_are_too_old_are_refused_with_their_version(monkeyp
     "options, spec, formats, words",
     [
         ({}, {}, OWN_SCALES, "--fp8-backend transformer-engine"),
-        ({}, {"lora": LoraConfig(lora_rank=4)}, NO_CHOICE, "--lora-rank"),
+        ({}, {"lora": LoraConfig(lora_rank=4)}, QUANTISED, "--lora-rank"),
+        ({}, {"lora": LoraConfig(lora_rank=4, lora_dora=True)}, NO_CHOICE, "--lora-dora"),
+        ({}, {"lora": LoraConfig(lora_rank=4), "weights": "int8"}, NO_CHOICE, "--base-weights int8"),
         ({"objective": ObjectiveConfig(divergence="logit-mse")}, {}, NO_CHOICE, "logit-mse over whole distributions"),
     ],
 )
@@ -329,7 +333,7 @@ def test_a_block_that_would_reach_over_a_cut_is_refused_with_the_numbers_of_rank
     "name, spec, words",
     [
         ("local", {"config": SHAPES["gpt2"]}, r"transformers 5\S* has no plan for t .gpt2.*; use --teacher-parallel"),
-        ("local", {"config": SHAPES["llama"] | {"num_key_value_heads": 1}}, "not divide num_key_value_heads = 1 of t"),
+        ("local", {"config": SHAPES["llama"] | {"intermediate_size": 63}}, "not divide intermediate_size = 63 of t"),
         ("local", {"config": SHAPES["llama"], "weights": "int8"}, "cannot cut --teacher-weights int8"),
         ("self", {"config": SHAPES["llama"]}, "cannot cut --teacher self"),
     ],
