@@ -183,6 +183,7 @@ def same_weights(forks, one, other):
 def assert_same(forks, one, other):
     """Assert equal checkpoints and losses; metrics.jsonl has times of writing besides."""
     assert forks.differing(one, other) == []
+    assert forks.state(one)["source"] == forks.state(other)["source"]
     losses = [[(line["step"], line["loss"]) for line in forks.metrics(out)] for out in (one, other)]
     assert losses[0] == losses[1] and texts(forks, one) == texts(forks, other)
 
@@ -207,18 +208,28 @@ def test_each_round_is_a_cache_by_the_weights_of_its_beginning(forks, whole):
     forks.run("verify", "whole-run").ok()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "cache.shard.after-batch:kill:9",
-        "cache.manifest.before-rename:kill:4",
-        "train.after-step:kill:4",
-    ],
-)
-def test_a_run_that_is_killed_anywhere_ends_in_the_same_checkpoint(forks, run, whole, fault):
+KILLS = {
+    "in a capture": "cache.shard.after-batch:kill:9",
+    "between two rounds": "cache.manifest.after-publish:kill:4",
+    "in a step": "train.after-micro-batch:kill:4",
+}
+MORE_KILLS = {
+    "as prompts are written": "cache.shard.before-close:kill:1",
+    "as the shape is": "rounds.shape.before-rename:kill",
+    "as a shard is closed": "cache.shard.before-close:kill:5",
+    "as a shard is published": "cache.shard.after-publish:kill:7",
+    "at the end of a capture": "cache.before-finish:kill:3",
+    "after a step": "train.after-step:kill:6",
+    "in a save": "checkpoint.before-manifest:kill:2",
+}
+
+
+@pytest.mark.parametrize("moment", [*KILLS, *(pytest.param(each, marks=pytest.mark.torture) for each in MORE_KILLS)])
+def test_a_run_that_is_killed_anywhere_ends_in_the_same_checkpoint(forks, run, whole, moment):
     shutil.rmtree(forks.root / "killed-run", ignore_errors=True)
-    run("killed-run", *ROUNDS, fault=fault, code=-9)
-    run("killed-run", *ROUNDS)
+    rare = (*ROUNDS, "--checkpoint-freq", 4)  # so that a round is read again, or trained on again
+    run("killed-run", *rare, fault=(KILLS | MORE_KILLS)[moment], code=-9)
+    run("killed-run", *rare)
     assert_same(forks, "killed-run", "whole-run")
 
 
@@ -239,6 +250,8 @@ def test_a_replay_is_the_run_bit_for_bit_and_with_another_loss_it_is_not(forks, 
         "other-loss", "--rollouts", "whole-run", "--divergence", "sampled-reverse-kl", code=1
     )  # on this text it got worse
     assert not same_weights(forks, "other-loss", "whole-run")
+    first, second = (line["rollouts/weight"] for line in forks.metrics("other-loss")[1:3])
+    assert first == pytest.approx(1, abs=1e-4) and abs(second - 1) > 1e-3
     far = forks.run("distill", "--rollouts", "whole-run", "--student", "student.toml", "--out", "far", "--steps", 8)
     assert far.code == 1 and "has no round 4" in far.stderr
 

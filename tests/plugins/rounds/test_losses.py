@@ -15,10 +15,13 @@ from kdtrain.errors import UsageError
 from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
-from kdtrain.objective.targets import DenseTargets
+from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.plugins.rounds import loss as sampled
 from kdtrain.plugins.rounds.source import _baseline
+from kdtrain.plugins.rounds.weights import Weights
+from kdtrain.plugins.rounds.writing import label_logprobs
 from kdtrain.testing import tiny_model
+from kdtrain.training.observers import StepView
 from kdtrain.training.student import Student
 
 VOCAB, LENGTH, DRAWS, END = 5, 4, 20_000, 3
@@ -253,6 +256,27 @@ def test_alpha_is_1_on_what_a_student_wrote_and_padding_changes_no_bit():
         student = Student(tiny_model(), loss)
         torch.testing.assert_close(student.total(output, torch.ones(())) / 6, output.loss.double())
     assert torch.equal(*found)
+
+
+def test_the_logged_weights_are_those_of_the_tokens_that_count_at_every_tenth_step():
+    torch.manual_seed(0)
+    student = Student(tiny_model("llama", 300), DistillationLoss(alpha=0.0)).train()
+    tokens, weights = torch.randint(300, (2, 5)), torch.tensor([1.0, 0.5, 4.0, 0.5, 1.5, 0.5, 9.0, 9.0])
+    policy = label_logprobs(student, tokens).flatten() - weights.log()
+    mask = (weights < 9).view(2, 4)
+    targets = SparseTargets(*[torch.zeros(8, 0)] * 4, *[torch.zeros(8)] * 3, 0, 1, (1.0,), policy=policy)
+    batch, observer, found = Batch(tokens, mask, torch.zeros_like(tokens[:, 1:]), targets), Weights(10), {}
+    for step, micro in (9, 1), (10, 2), (10, 1):
+        assert not found
+        observer.before_forward(StepView(step, student, lambda _: None, micro), batch)
+        observer.after_optimizer(StepView(step, student, lambda _: None, micro), found, False)
+    assert student.training and found.keys() == {
+        f"rollouts/{each}" for each in ("weight", "effective_samples", "truncated")
+    }
+    mean, square = 8 / 6, (1 + 0.25 * 3 + 16 + 2.25) / 6
+    assert found["rollouts/weight"] == pytest.approx(mean, rel=1e-5)
+    assert found["rollouts/effective_samples"] == pytest.approx(mean**2 / square, rel=1e-5)
+    assert found["rollouts/truncated"] == pytest.approx(1 / 6)
 
 
 @pytest.mark.parametrize(
