@@ -79,6 +79,10 @@ def test_answers_that_another_program_wrote_give_the_rows_of_the_capture_that_th
     path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     assert "has no logprobs; name the student that wrote it with --by" in bench.run(*asks, "--out", "told").refusal()
     bench.run(*asks, "--by", "exported", "--out", "told-by").ok()
+    system = (*asks, "--by", "exported", "--out", "wrong", "--teacher-system", "Be brief.")
+    assert "has prompts of token ids, which --teacher-system cannot change" in bench.run(*system).refusal()
+    path.write_text("".join(f"{json.dumps(each | {'prompt': 'a', 'teacher_prompt': 'b'})}\n" for each in lines))
+    assert "has a teacher_prompt on each line, which --teacher-system" in bench.run(*system).refusal()
     for line, known in zip(lines, logprobs, strict=True):
         first = len(line["prompt"]) - 1
         line |= {"logprobs": known[first : first + len(line["answer"])], "policy": "engine-7"}
@@ -395,6 +399,8 @@ def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_
     assert same_weights(forks, "engine", "greedy")
     run("engine-ranks", *greedy, *command, "--micro-batch-size", 3, steps=3, world=2)
     assert texts(forks, "engine-ranks")["round-0001"] == texts(forks, "greedy")["round-0001"]
+    answers = [each.name for each in (forks.root / "engine" / "rollouts" / "answers").iterdir()]
+    assert {each[:10] for each in answers} == {"round-0001", "round-0002"} and len(answers) == 4  # no student's weights
     assert "write-with" not in (forks.root / "engine" / "config.toml").read_text().replace("_", "-")
     (forks.root / "engine.py").write_text("open(__import__('sys').argv[3], 'w').write('{}')")
     wrong = run("engine-wrong", *greedy, *command, steps=3, code=1)
@@ -482,6 +488,29 @@ def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_with
     ours, theirs = (each[batch.loss_mask.flatten()] for each in (batch.targets.policy, batch.targets.label_logprob))
     assert not torch.allclose(ours, theirs, atol=0.1)
     assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
+
+
+def test_rounds_of_conversations_with_adapters_keep_whole_distributions_and_a_top_k_takes_the_reverse_kl(forks, run):
+    run("top-k", *ROUNDS, "--top-k", 8, "--divergence", "reverse-kl", steps=3)
+    codec = kd.Cache(forks.root / "top-k" / "rollouts" / "round-0001").manifest.settings.codec
+    assert (codec.top_k, codec.num_samples) == (8, 0) and forks.metrics("top-k")[-1]["kd"] > 0
+    pytest.importorskip("peft")
+    words = ("--on-policy", "--teacher", "teacher", "--data", "chat.jsonl", "--seq-len", 96, "--num-workers", 0)
+    words += ("--num-sequences", 30, "--validation-sequences", 4, "--max-new-tokens", 8, "--round-rows", 12)
+    more = ("--dense", "--divergence", "jsd", "--lora-rank", 2, "--steps", 3, "--out", "chat-run")
+    forks.run("distill", "--student", "teacher", *words, *more, *forks.eager, *forks.fast).ok()
+    caches = [kd.Cache(forks.root / "chat-run" / "rollouts" / f"round-000{number}") for number in (1, 2)]
+    digests = {each.manifest.settings.data["generated"]["policy"]["weights_digest"] for each in caches}
+    batch, tokenizer = caches[0]["train"].read(range(12)), AutoTokenizer.from_pretrained(forks.root / "teacher")
+    assert len(digests) == 2 and batch.targets.width == 300
+    model = AutoModelForCausalLM.from_pretrained(forks.root / "teacher", dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(batch.tokens[:, :-1]).logits.log_softmax(-1)[batch.loss_mask]
+    found = batch.targets.logprobs[batch.loss_mask.flatten()].float()
+    torch.testing.assert_close(found.exp(), wanted.exp(), rtol=0.02, atol=1e-4)
+    for row, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        prompt = tokenizer.decode(row[: int(mask.int().argmax()) + 1])
+        assert prompt.startswith("<user>") and "<assistant>" not in prompt and 1 <= int(mask.sum()) <= 8
 
 
 def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):
