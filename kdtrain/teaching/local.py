@@ -30,7 +30,7 @@ from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import HeadPart, SplitModel, layer_widths, split
 from kdtrain.models.hub import opened
-from kdtrain.models.loading import adapted, check_fits, load_teacher, model_digest, vocabulary
+from kdtrain.models.loading import adapted, check_fits, load_teacher, model_digest, refuse_long, vocabulary
 from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
@@ -323,7 +323,8 @@ class SelfTeacher(LocalTeacher):
         """Do nothing: `meet` brings the weights."""
 
     def check(self, seq_len: int, document_mask: bool) -> None:
-        """Do nothing: the student is checked."""
+        """Refuse sequences beyond the student's positions, as of a prompt that the teacher alone reads."""
+        refuse_long(configuration(self.spec, None), self.name, seq_len)
 
     def meet(self, student: SplitModel) -> None:
         """Use the student's backbone and, before it is sharded, its output head."""

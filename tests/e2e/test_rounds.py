@@ -79,6 +79,10 @@ def test_answers_that_another_program_wrote_give_the_rows_of_the_capture_that_th
     path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     assert "has no logprobs; name the student that wrote it with --by" in bench.run(*asks, "--out", "told").refusal()
     bench.run(*asks, "--by", "exported", "--out", "told-by").ok()
+    system = (*asks, "--by", "exported", "--out", "wrong", "--teacher-system", "Be brief.")
+    assert "has prompts of token ids, which --teacher-system cannot change" in bench.run(*system).refusal()
+    path.write_text("".join(f"{json.dumps(each | {'prompt': 'a', 'teacher_prompt': 'b'})}\n" for each in lines))
+    assert "has a teacher_prompt on each line, which --teacher-system" in bench.run(*system).refusal()
     for line, known in zip(lines, logprobs, strict=True):
         first = len(line["prompt"]) - 1
         line |= {"logprobs": known[first : first + len(line["answer"])], "policy": "engine-7"}
@@ -183,6 +187,7 @@ def same_weights(forks, one, other):
 def assert_same(forks, one, other):
     """Assert equal checkpoints and losses; metrics.jsonl has times of writing besides."""
     assert forks.differing(one, other) == []
+    assert forks.state(one)["source"] == forks.state(other)["source"]
     losses = [[(line["step"], line["loss"]) for line in forks.metrics(out)] for out in (one, other)]
     assert losses[0] == losses[1] and texts(forks, one) == texts(forks, other)
 
@@ -207,18 +212,28 @@ def test_each_round_is_a_cache_by_the_weights_of_its_beginning(forks, whole):
     forks.run("verify", "whole-run").ok()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "cache.shard.after-batch:kill:9",
-        "cache.manifest.before-rename:kill:4",
-        "train.after-step:kill:4",
-    ],
-)
-def test_a_run_that_is_killed_anywhere_ends_in_the_same_checkpoint(forks, run, whole, fault):
+KILLS = {
+    "in a capture": "cache.shard.after-batch:kill:9",
+    "between two rounds": "cache.manifest.after-publish:kill:4",
+    "in a step": "train.after-micro-batch:kill:4",
+}
+MORE_KILLS = {
+    "as prompts are written": "cache.shard.before-close:kill:1",
+    "as the shape is": "rounds.shape.before-rename:kill",
+    "as a shard is closed": "cache.shard.before-close:kill:5",
+    "as a shard is published": "cache.shard.after-publish:kill:7",
+    "at the end of a capture": "cache.before-finish:kill:3",
+    "after a step": "train.after-step:kill:6",
+    "in a save": "checkpoint.before-manifest:kill:2",
+}
+
+
+@pytest.mark.parametrize("moment", [*KILLS, *(pytest.param(each, marks=pytest.mark.torture) for each in MORE_KILLS)])
+def test_a_run_that_is_killed_anywhere_ends_in_the_same_checkpoint(forks, run, whole, moment):
     shutil.rmtree(forks.root / "killed-run", ignore_errors=True)
-    run("killed-run", *ROUNDS, fault=fault, code=-9)
-    run("killed-run", *ROUNDS)
+    rare = (*ROUNDS, "--checkpoint-freq", 4)  # so that a round is read again, or trained on again
+    run("killed-run", *rare, fault=(KILLS | MORE_KILLS)[moment], code=-9)
+    run("killed-run", *rare)
     assert_same(forks, "killed-run", "whole-run")
 
 
@@ -239,6 +254,8 @@ def test_a_replay_is_the_run_bit_for_bit_and_with_another_loss_it_is_not(forks, 
         "other-loss", "--rollouts", "whole-run", "--divergence", "sampled-reverse-kl", code=1
     )  # on this text it got worse
     assert not same_weights(forks, "other-loss", "whole-run")
+    first, second = (line["rollouts/weight"] for line in forks.metrics("other-loss")[1:3])
+    assert first == pytest.approx(1, abs=1e-4) and abs(second - 1) > 1e-3
     far = forks.run("distill", "--rollouts", "whole-run", "--student", "student.toml", "--out", "far", "--steps", 8)
     assert far.code == 1 and "has no round 4" in far.stderr
 
@@ -382,6 +399,8 @@ def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_
     assert same_weights(forks, "engine", "greedy")
     run("engine-ranks", *greedy, *command, "--micro-batch-size", 3, steps=3, world=2)
     assert texts(forks, "engine-ranks")["round-0001"] == texts(forks, "greedy")["round-0001"]
+    answers = [each.name for each in (forks.root / "engine" / "rollouts" / "answers").iterdir()]
+    assert {each[:10] for each in answers} == {"round-0001", "round-0002"} and len(answers) == 4  # no student's weights
     assert "write-with" not in (forks.root / "engine" / "config.toml").read_text().replace("_", "-")
     (forks.root / "engine.py").write_text("open(__import__('sys').argv[3], 'w').write('{}')")
     wrong = run("engine-wrong", *greedy, *command, steps=3, code=1)
@@ -469,6 +488,29 @@ def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_with
     ours, theirs = (each[batch.loss_mask.flatten()] for each in (batch.targets.policy, batch.targets.label_logprob))
     assert not torch.allclose(ours, theirs, atol=0.1)
     assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
+
+
+def test_rounds_of_conversations_with_adapters_keep_whole_distributions_and_a_top_k_takes_the_reverse_kl(forks, run):
+    run("top-k", *ROUNDS, "--top-k", 8, "--divergence", "reverse-kl", steps=3)
+    codec = kd.Cache(forks.root / "top-k" / "rollouts" / "round-0001").manifest.settings.codec
+    assert (codec.top_k, codec.num_samples) == (8, 0) and forks.metrics("top-k")[-1]["kd"] > 0
+    pytest.importorskip("peft")
+    words = ("--on-policy", "--teacher", "teacher", "--data", "chat.jsonl", "--seq-len", 96, "--num-workers", 0)
+    words += ("--num-sequences", 30, "--validation-sequences", 4, "--max-new-tokens", 8, "--round-rows", 12)
+    more = ("--dense", "--divergence", "jsd", "--lora-rank", 2, "--steps", 3, "--out", "chat-run")
+    forks.run("distill", "--student", "teacher", *words, *more, *forks.eager, *forks.fast).ok()
+    caches = [kd.Cache(forks.root / "chat-run" / "rollouts" / f"round-000{number}") for number in (1, 2)]
+    digests = {each.manifest.settings.data["generated"]["policy"]["weights_digest"] for each in caches}
+    batch, tokenizer = caches[0]["train"].read(range(12)), AutoTokenizer.from_pretrained(forks.root / "teacher")
+    assert len(digests) == 2 and batch.targets.width == 300
+    model = AutoModelForCausalLM.from_pretrained(forks.root / "teacher", dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(batch.tokens[:, :-1]).logits.log_softmax(-1)[batch.loss_mask]
+    found = batch.targets.logprobs[batch.loss_mask.flatten()].float()
+    torch.testing.assert_close(found.exp(), wanted.exp(), rtol=0.02, atol=1e-4)
+    for row, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        prompt = tokenizer.decode(row[: int(mask.int().argmax()) + 1])
+        assert prompt.startswith("<user>") and "<assistant>" not in prompt and 1 <= int(mask.sum()) <= 8
 
 
 def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):

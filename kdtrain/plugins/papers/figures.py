@@ -140,6 +140,23 @@ def draw(groups: Sequence[Group], x: str, names: Sequence[str]) -> Figure:
     return made
 
 
+def rounds(runs: Sequence[LoggedRun]) -> Figure | None:
+    """Draw how runs in rounds divided their time, up to the last round; return None if there is no such run."""
+    parts = {"writing": BLUE, "scoring": ORANGE, "learning": GREEN}
+    found = [[sum(each for _, each in run.record.curve(f"rollouts/{part}_s")) / 60 for part in parts] for run in runs]
+    rows = [(literal(run.name, 20), minutes) for run, minutes in zip(runs, found, strict=True) if sum(minutes)]
+    if not rows:
+        return None
+    made, [[axes]] = figure(COLUMN, 1.2 + 0.25 * len(rows), 1, 1)
+    for number, (part, color) in enumerate(parts.items()):
+        before, own = [sum(minutes[:number]) for _, minutes in rows], [minutes[number] for _, minutes in rows]
+        axes.barh(range(len(rows)), own, left=before, color=color, label=part)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    finish(axes, "Time of the rounds", "minutes, up to the last round", "")
+    small(axes)
+    return made
+
+
 def small(axes: Axes) -> None:
     """Shrink the fonts of a panel that is a column wide."""
     axes.title.set_fontsize(9)

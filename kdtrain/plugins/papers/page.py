@@ -85,6 +85,8 @@ def page(groups: Sequence[Group], title: str) -> str:
             made, panels = figures.figure(COLUMN, 2.3, 1, 1)
             figures.panel(panels[0, 0], groups, "tokens", name)
             curves.append(_svg(made, name))
+    if (drawn := figures.rounds(runs)) is not None:
+        curves.append(_svg(drawn, "rounds"))
     return environment.get_template("page.html").render(
         title=title,
         written=f"{counted(len(runs), 'run')}, written {time.strftime('%Y-%m-%d %H:%M')}",

@@ -102,11 +102,15 @@ class _Line:
 
 @dataclass(frozen=True)
 class GivenAnswers:
-    """The rows of a file by split, what wrote them, and whether log p of their tokens is there."""
+    """The rows of a file by split, what wrote them, and whether log p of their tokens is there.
+
+    ids: whether a prompt is one of token ids.
+    """
 
     rows: dict[str, list[PackedRow]]
     policy: str | None
     known: bool
+    ids: bool
 
 
 def read_answers(
@@ -119,7 +123,7 @@ def read_answers(
 
     UsageError: a line cannot be read, answers another prompt, or does not go with the lines before.
     """
-    rows, splits, wide = list[PackedRow](), list[str](), 0
+    rows, splits, wide, ids = list[PackedRow](), list[str](), 0, False
     policies, known = set[str | None](), set[tuple[bool, bool]]()
     with closing(reader):
         for number, text in read_lines(path):
@@ -140,6 +144,7 @@ def read_answers(
             own = prompts[len(rows)].get("teacher_prompt") if prompts else line.teacher_prompt
             seen = None if own is None else reader.prompt(key, own)
             room = min(room, most or room, reader.seq_len + 1 - len(prompt))
+            ids |= isinstance(line.prompt, list) and not isinstance(line.prompt[0], dict)
             policies.add(line.policy)
             known.add((line.logprobs is not None, seen is not None))
             if len(policies) + len(known) > 2:
@@ -160,7 +165,9 @@ def read_answers(
     found: dict[str, list[PackedRow]] = {"train": [], "validation": []}
     for row, split, usual in zip(rows, splits, assign(ranks, ("validation",)), strict=True):
         found[split or usual].append(row)
-    return GivenAnswers(found, policies.pop(), known.pop()[0])
+    if empty := [split for split, each in found.items() if not each]:
+        raise UsageError(f"{path} has no answer for {empty[0]}; give some that split, or leave it out of all lines")
+    return GivenAnswers(found, policies.pop(), known.pop()[0], ids)
 
 
 def rows_of(data: DataConfig, source: str, reader: PromptReader, own: bool, most: int | None) -> Iterator[PackedRow]:

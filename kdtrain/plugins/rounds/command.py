@@ -2,7 +2,8 @@
 
 Its words may hold {model}, the student exported for transformers, {prompts}, a file with a JSON object for each prompt
 (its text, its token ids and the most tokens of its answer), and {out}, the file of answers to write, in that order. No
-shell is involved. What it wrote is kept beside the rounds, by round, attempt and weights: a run that resumes reads it.
+shell is involved. What it wrote is kept beside the rounds, by the settings of the round, among them its attempt and the
+weights: a run that resumes reads it. The exported student is removed once the command has ended.
 
 What it gives up: the student's weights stay on the device meanwhile.
 """
@@ -21,8 +22,8 @@ from typing import Any
 
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, making, printable
-from kdtrain.files import publish_text, published, sweep
-from kdtrain.models.export import export_lock, export_model
+from kdtrain.files import hidden_folder, publish_text, published, sweep
+from kdtrain.models.export import export_model
 from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers
 from kdtrain.ranks import on_main, raise_on_all_ranks
@@ -67,11 +68,10 @@ def write_elsewhere(
             folder.mkdir(exist_ok=True)
         sweep(folder)
         publish_text(prompts, "".join(f"{json.dumps(each)}\n" for each in lines), "rounds.prompts")
-        with export_lock(folder / "model"):
-            export_model(model, tokenizer_files(tokenizer), folder / "model")
         try:
-            with published(path, "rounds.answers") as out:
-                _run(command, {"{model}": folder / "model", "{prompts}": prompts, "{out}": out}, stopping)
+            with hidden_folder(folder / "student") as student, published(path, "rounds.answers") as out:
+                export_model(model, tokenizer_files(tokenizer), student)
+                _run(command, {"{model}": student, "{prompts}": prompts, "{out}": out}, stopping)
                 read_answers(out, reader, prompts=lines)
         except UsageError as error:
             raise RunError(f"--write-with: {error.args[0]}; correct the command, and resume") from None

@@ -6,7 +6,8 @@ y, and d(v) = log q(v) - log p(v), the term of a row is
     sg[w (d(y) - b)] log q(y),    w = min(q(y) / q'(y), 2),
 
 whose mean gradient over y is that of KL(q || p) at fixed prefixes, where no w is truncated: E[grad log q] = 0, so that
-b changes the variance alone. The sum over later tokens is dropped, as in all practical recipes. With S the top-k it is
+b changes the variance alone: it is one number a round, in which a token has the share of one among thousands. The sum
+over later tokens is dropped, as in all practical recipes. With S the top-k it is
 
     sum_{v in S} sg[q(v) (d(v) - b)] log q(v)  +  1[y not in S] sg[w (d(y) - b)] log q(y),
 

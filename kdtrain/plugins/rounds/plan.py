@@ -25,7 +25,7 @@ from kdtrain.config.sections import CodecConfig
 from kdtrain.data.order import batch as in_order
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, log, writing
-from kdtrain.files import publish_json, read_sealed, typed
+from kdtrain.files import json_digest, publish_json, read_sealed, typed
 from kdtrain.models.loading import model_digest
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.plugins.rounds.answers import PromptReader, bare
@@ -227,14 +227,8 @@ class RoundsData(DataPlan):
         more = [] if given.write_with is None else ["write-with"]
         more += [] if seen is None else [seen]
         decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), given.max_new_tokens, fixed]
-        decides += [
-            given.gen_temperature,
-            given.gen_top_p,
-            given.rollout_batch_size,
-            config.teacher,
-            given.teacher_system,
-            *more,
-        ]
+        decides += [given.gen_temperature, given.gen_top_p, given.rollout_batch_size, config.teacher]
+        decides += [given.teacher_system, *more]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
         facts = self._facts(identity, prompts.folder / "tokenizer")
         writer = RoundWriter(self, prompts, shape, facts, seen, rows_)
@@ -305,8 +299,7 @@ class RoundWriter:
         tokenizer = self.prompts.folder / "tokenizer"
         splits: Any = {split: self._rows(number, split) for split in ("train", "validation")}
         if self.given.write_with is not None:
-            assert how.policy is not None
-            path = folder.parent / "answers" / f"{folder.name}-{how.policy['weights_digest'][:12]}.jsonl"
+            path = folder.parent / "answers" / f"{folder.name}-{json_digest(settings.to_json())[:12]}.jsonl"
             reader = PromptReader(self.teacher.tokenizer, how.end_tokens, settings.seq_len)
             where = path, self.student.model, tokenizer
             splits = write_elsewhere(self.given.write_with, *where, reader, splits, self.data.request.stopping)

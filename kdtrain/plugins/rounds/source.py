@@ -97,12 +97,6 @@ class Fixed:
     def __len__(self) -> int:
         return len(self.source)
 
-    def order(self, seed: int) -> Order:
-        return order_of(self.source, seed)
-
-    def meet(self, student: Any, teacher: Any) -> None:
-        meet_source(self.source, student, teacher)
-
     def taught_by(self, teacher: Any, device: Any) -> "Fixed":
         """Return this source: it has targets."""
         return self

@@ -250,6 +250,7 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
     return found
 
 
+@dataclass(eq=False)
 class WrittenByStudent:
     """A teacher that scores what a student writes, or text behind prompts of its own; in all else it is the teacher.
 
@@ -257,20 +258,15 @@ class WrittenByStudent:
     given: whether the rows have their text.
     """
 
-    def __init__(
-        self,
-        teacher: Any,
-        student: Student | None,
-        policy: Mapping[str, Any] | None,
-        scored: int,
-        more: Inserted | None,
-        texts: Any,
-        seen: str | None,
-        given: bool,
-    ) -> None:
-        self.teacher, self.student, self.policy, self.scored, self.more = teacher, student, policy, scored, more
-        self.texts, self.seen, self.given = texts, seen, given
-        self.writing: Writing | None = None
+    teacher: Any
+    student: Student | None
+    policy: Mapping[str, Any] | None
+    scored: int
+    more: Inserted | None
+    texts: Any
+    seen: str | None
+    given: bool
+    writing: Writing | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.teacher, name)
@@ -341,6 +337,12 @@ def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: C
     if given.answers is not None:
         read = read_answers(given.answers, PromptReader(teacher.tokenizer, ends, data.seq_len), most)
         found, known = read.rows, read.known
+        if given.teacher_system is not None and (read.ids or SEEN in found["train"][0].kept):
+            what = "a teacher_prompt on each line" if not read.ids else "prompts of token ids"
+            raise UsageError(
+                f"{given.answers} has {what}, which --teacher-system cannot change; leave it out, and give each line "
+                "the whole teacher_prompt"
+            )
         is_digest = re.fullmatch("[0-9a-f]{64}", read.policy or "") is not None
         policy["weights_digest"] = read.policy if is_digest else None
         policy["spec"] = str(given.answers) if is_digest or read.policy is None else read.policy

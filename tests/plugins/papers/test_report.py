@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kdtrain.monitor.record import RunRecord
+from kdtrain.plugins.papers import figures
 from kdtrain.plugins.papers import page as report
 from kdtrain.plugins.papers.groups import read_groups
 from kdtrain.plugins.papers.page import draw_reliability
@@ -96,6 +97,19 @@ def test_a_reliability_diagram_is_the_last_valid_one_and_pools_seeds(workbench, 
     assert draw_reliability(read_groups(folders[2:])) is None
     workbench.json("report", *folders[2:], "--out", tmp_path / "r.html")
     assert "reliability" not in (tmp_path / "r.html").read_text(), "no run has it"
+
+
+def test_a_bar_shows_how_a_run_in_rounds_divided_its_time(workbench, tmp_path, folders):
+    for step, seconds in (20, (30, 15, 60)), (40, (30, 15, 60)):
+        spent = dict(zip(("writing", "scoring", "learning"), seconds, strict=True))
+        write_lines(folders[0] / "metrics.jsonl", [{"step": step} | {f"rollouts/{k}_s": v for k, v in spent.items()}])
+    runs = [run for group in read_groups(folders) for run in group.runs]
+    bars = figures.rounds(runs).axes[0].patches
+    assert [(each.get_x(), each.get_width()) for each in bars] == [(0, 1), (1, 0.5), (1.5, 2)]
+    assert figures.rounds(runs[1:]) is None
+    for kept, shown in (folders, True), (folders[1:], False):
+        workbench.json("report", *kept, "--out", tmp_path / "r.html", "--overwrite")
+        assert ("Time of the rounds" in (tmp_path / "r.html").read_text()) == shown
 
 
 def test_a_hostile_run_reaches_the_page_escaped_and_cut(workbench, tmp_path):

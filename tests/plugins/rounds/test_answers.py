@@ -10,11 +10,13 @@ import torch
 import kdtrain as kd
 from kdtrain.config.sections import DataConfig
 from kdtrain.errors import UsageError
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.plugins.rounds import command
 from kdtrain.plugins.rounds.answers import PromptReader, read_answers, rows_of
 from kdtrain.plugins.rounds.plan import RoundWriter
-from kdtrain.testing import tiny_model, tiny_tokenizer
+from kdtrain.teaching.local import SelfTeacher
+from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = ["def read", [5, 6, 7], "class A", "import os"]
@@ -129,6 +131,21 @@ def test_a_bad_line_of_answers_is_named(tokenizer, tmp_path, line, text):
     with pytest.raises(UsageError, match=text) as raised:
         read_answers(path, PromptReader(tokenizer, (299,), 16))
     assert str(path) in str(raised.value)
+
+
+def test_a_file_without_an_answer_for_a_split_is_refused(tokenizer, tmp_path):
+    path = written(tmp_path / "a.jsonl", *[{**GOOD, "split": "train"}] * 3)
+    with pytest.raises(UsageError, match=r"a\.jsonl has no answer for validation; give some that split"):
+        read_answers(path, PromptReader(tokenizer, (299,), 16))
+
+
+def test_a_student_that_teaches_itself_refuses_what_is_longer_than_its_positions(tmp_path):
+    write_model_folder(tmp_path, tiny_model("llama", 300), tiny_tokenizer(300))
+    positions = tiny_model("llama", 300).config.max_position_embeddings
+    teacher = SelfTeacher(ModelSpec(name="own", source=str(tmp_path)), torch.device("cpu"), "fp32")
+    teacher.check(positions, False)
+    with pytest.raises(UsageError, match=f"--seq-len {positions + 1} is beyond the {positions} positions of own"):
+        teacher.check(positions + 1, False)
 
 
 def test_answers_to_given_prompts_come_in_their_order(tokenizer, tmp_path):

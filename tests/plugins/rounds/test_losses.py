@@ -2,26 +2,34 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.output_head import HeadPart
+from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
+from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.plugins.rounds import loss as sampled
+from kdtrain.plugins.rounds.source import _baseline
+from kdtrain.plugins.rounds.weights import Weights
+from kdtrain.plugins.rounds.writing import label_logprobs
 from kdtrain.testing import tiny_model
+from kdtrain.training.observers import StepView
 from kdtrain.training.student import Student
 
-VOCAB, LENGTH, DRAWS = 5, 4, 20_000
+VOCAB, LENGTH, DRAWS, END = 5, 4, 20_000, 3
 NODES = sum(VOCAB**depth for depth in range(LENGTH))
 """Prefixes: a token v behind the prefix n is the prefix VOCAB n + 1 + v."""
-TOP, SAMPLES = (
-    CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=2),
-    CodecSpec(kind="sparse", vocab_size=VOCAB, num_samples=8),
+TOP, SAMPLES, BOTH = (
+    CodecSpec(kind="sparse", vocab_size=VOCAB, top_k=top_k, num_samples=samples)
+    for top_k, samples in ((2, 0), (0, 8), (2, 4))
 )
 
 
@@ -30,32 +38,33 @@ def table(seed):
 
 
 def moved(z, nats):
-    """Make a table whose distributions are flatter than those of z, such that KL(q || q_then) is `nats` on average."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        there = (low + high) / 2 * z
-        kl = (z.softmax(-1) * (z.log_softmax(-1) - there.log_softmax(-1))).sum(-1).mean()
-        low, high = ((low + high) / 2, high) if kl > nats else (low, (low + high) / 2)
-    return z if nats == 0 else high * z
+    """Make a student that wrote earlier, such that KL(q || q_then) is `nats` on average over the tokens it writes."""
+    low, high = 0.0, 8.0
+    for _ in range(60 if nats else 0):
+        then = z + (low + high) / 2 * table(9)
+        kl = (z.softmax(-1) * (z.log_softmax(-1) - then.log_softmax(-1))).sum(-1)
+        below = float((reached(then) * kl).sum() / reached(then).sum()) < nats
+        low, high = ((low + high) / 2, high) if below else (low, (low + high) / 2)
+    return z + low * table(9)
 
 
 def drawn(then):
-    """Draw the prefix and the token of each row of DRAWS sequences."""
-    generator, at, nodes, tokens = torch.Generator().manual_seed(1), torch.zeros(DRAWS, dtype=torch.int64), [], []
+    """Draw the prefix, the token and whether the text is open there, of each row of DRAWS sequences."""
+    generator, at, rows = torch.Generator().manual_seed(1), torch.zeros(DRAWS, dtype=torch.int64), []
+    is_open = torch.ones(DRAWS, dtype=torch.bool)
     for _ in range(LENGTH):
         token = torch.multinomial(then[at].softmax(-1), 1, generator=generator)[:, 0]
-        nodes.append(at)
-        tokens.append(token)
-        at = VOCAB * at + 1 + token
-    return torch.cat(nodes), torch.cat(tokens)
+        rows.append((at, token, is_open))
+        at, is_open = VOCAB * at + 1 + token, is_open & (token != END)
+    return map(torch.cat, zip(*rows, strict=True))
 
 
 def reached(then):
-    """Compute the probability of each prefix."""
+    """Compute the probability of each prefix; none is behind an end."""
     found = torch.ones(NODES, dtype=torch.float64)
     for node in range(1, NODES):
         before, token = divmod(node - 1, VOCAB)
-        found[node] = found[before] * then[before].softmax(-1)[token]
+        found[node] = found[before] * then[before].softmax(-1)[token] * (token != END)
     return found
 
 
@@ -71,30 +80,30 @@ def targets_of(p, nodes, tokens, then, spec, baseline):
 
 def gradients(z, p, then, divergence, spec, baseline=0.0):
     """Return the prefix of each row, its gradient in the logits there, and the output."""
-    nodes, tokens = drawn(then)
+    nodes, tokens, here = drawn(then)
     targets, baseline_N = targets_of(p, nodes, tokens, then, spec, baseline)
     hidden = z[nodes].clone().requires_grad_()
-    output = distillation_loss(
-        hidden,
-        HeadPart(),
-        tokens,
-        torch.ones_like(tokens, dtype=torch.bool),
-        replace(targets, baseline=baseline_N),
-        temperature=1.0,
-        alpha=1.0,
-        divergence=divergence,
-        vocab_size=VOCAB,
-        normalizer=1.0,
-    )
+    options = {"temperature": 1.0, "alpha": 1.0, "divergence": divergence, "vocab_size": VOCAB, "normalizer": 1.0}
+    output = distillation_loss(hidden, HeadPart(), tokens, here, replace(targets, baseline=baseline_N), **options)
     (found,) = torch.autograd.grad(output.loss, hidden)
     return nodes, found, output
 
 
 def exact(z, p, then, reverse):
+    """Return the gradient of the sum of KL_t at fixed prefixes."""
     log_q, log_p = z.log_softmax(-1), p.log_softmax(-1)
     q, ratio = log_q.exp(), log_q - log_p
     slope = q * (ratio - (q * ratio).sum(-1, keepdim=True)) if reverse else q - log_p.exp()
     return reached(then)[:, None] * slope
+
+
+def truncated(z, p, then, spec, baseline):
+    """Return what the mean of drawn gradients becomes by weights of at most 2."""
+    log_q, log_p = z.log_softmax(-1), p.log_softmax(-1)
+    inside = torch.zeros_like(p, dtype=torch.bool).scatter(1, p.topk(spec.top_k).indices, True)
+    least = torch.minimum(log_q.exp(), 2 * then.softmax(-1))
+    each = torch.where(inside, log_q.exp(), least) * (log_q - log_p - baseline)
+    return reached(then)[:, None] * (each - log_q.exp() * each.sum(-1, keepdim=True))
 
 
 def summed(found):
@@ -108,21 +117,38 @@ def noise(found):
 
 
 def apart(found, wanted):
-    """Compute the largest distance in standard errors, along directions in the table."""
+    """Compute how many standard errors the mean is apart, along fixed directions and over all parameters together.
+
+    The directions are the logits of the first token, and 16 in the whole table. With covariance C of a sequence's
+    gradient, DRAWS times the squared distance has the mean tr C and the variance 2 tr C^2.
+    """
     directions = torch.randn(16, NODES, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    directions[0], directions[0, 0, 0] = 0.0, 1.0
-    each = torch.stack([(found[1] * way[found[0]]).sum(1).view(LENGTH, DRAWS).sum(0) for way in directions])
-    error = each.std(1) / math.sqrt(DRAWS)
-    return float(((each.mean(1) - (directions * wanted).sum((1, 2))).abs() / error).max())
+    axes = torch.eye(VOCAB, NODES * VOCAB, dtype=torch.float64).view(VOCAB, NODES, VOCAB)
+    far = []
+    for way in (*axes, *directions):
+        each = (found[1] * way[found[0]]).sum(1).view(LENGTH, DRAWS).sum(0)
+        error = float(each.std()) / math.sqrt(DRAWS)
+        far.append(abs(float(each.mean() - (way * wanted).sum())) / max(error, 1e-8))  # of an exact one: rounding
+    mean = summed(found)
+    nodes, rows = found[0].view(LENGTH, DRAWS), found[1].view(LENGTH, DRAWS, VOCAB)
+    along = (rows * mean[nodes]).sum((0, 2)) - (mean**2).sum()
+    # of C^2 the trace is the mean square of products of two sequences' gradients, less their mean
+    product = ((rows * rows.roll(1, 1)).sum(2) * (nodes == nodes.roll(1, 1))).sum(0)
+    spread = (2 * ((product - along - along.roll(1) - (mean**2).sum()) ** 2).mean()).sqrt()
+    return max(*far, float((DRAWS * ((mean - wanted) ** 2).sum() - noise(found)) / spread))
 
 
-@pytest.mark.parametrize("nats", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize(
+FORMS = pytest.mark.parametrize(
     "spec, baseline", [(SAMPLES, 0.0), (SAMPLES, 0.7), (TOP, 0.3)], ids=["plain", "baseline", "top-k"]
 )
+NATS = pytest.mark.parametrize("nats", [0.0, 0.1, 0.5])
+
+
+@NATS
+@FORMS
 def test_the_mean_of_drawn_gradients_is_that_of_the_reverse_kl_at_fixed_prefixes(monkeypatch, nats, spec, baseline):
     monkeypatch.setattr(sampled, "LARGEST", math.inf)
-    z, p = 2 * table(0), table(5)
+    z, p = table(0), table(5)
     then = moved(z, nats)
     found = gradients(z, p, then, "sampled-reverse-kl", spec, baseline)
     assert apart(found, exact(z, p, then, reverse=True)) < 4
@@ -134,52 +160,87 @@ def test_the_mean_of_drawn_gradients_is_that_of_the_reverse_kl_at_fixed_prefixes
         assert apart(stale, exact(z, p, then, reverse=True)) > 4
 
 
-def test_gradients_from_samples_have_the_mean_of_the_forward_kl_for_tokens_of_any_policy():
-    z, p = 2 * table(0), table(5)
-    for nats in (0.0, 0.5):
-        then = moved(z, nats)
-        assert apart(gradients(z, p, then, "forward-kl", SAMPLES), exact(z, p, then, reverse=False)) < 4
+@NATS
+@pytest.mark.parametrize("spec", [SAMPLES, BOTH], ids=["samples", "top-k and samples"])
+def test_gradients_from_samples_have_the_mean_of_the_forward_kl_for_tokens_of_any_policy(nats, spec):
+    z, p = table(0), table(5)
+    then = moved(z, nats)
+    assert apart(gradients(z, p, then, "forward-kl", spec), exact(z, p, then, reverse=False)) < 4
 
 
-def test_truncation_biases_little_near_the_student_that_wrote():
-    z, p = 2 * table(0), table(5)
-    bias = {}
-    for nats in (0.1, 0.5):
-        then = moved(z, nats)
-        wanted = exact(z, p, then, reverse=True)
-        bias[nats] = float(
-            (summed(gradients(z, p, then, "sampled-reverse-kl", SAMPLES)) - wanted).norm() / wanted.norm()
-        )
-    assert bias[0.1] < 0.1 < bias[0.5]
+@pytest.mark.parametrize(
+    "nats, plain, beside, with_top_k", [(0.0, 0, 0, 0), (0.1, 0.058, 0.029, 0.035), (0.5, 0.180, 0.101, 0.092)]
+)
+def test_truncation_turns_the_mean_by_what_the_page_states_and_by_nothing_else(nats, plain, beside, with_top_k):
+    z, p = table(0), table(5)
+    then, wanted = moved(z, nats), exact(z, p, moved(z, nats), reverse=True)
+    for spec, baseline, bias in ((SAMPLES, 0.0, plain), (SAMPLES, 0.7, beside), (TOP, 0.3, with_top_k)):
+        mean = truncated(z, p, then, spec, baseline)
+        assert apart(gradients(z, p, then, "sampled-reverse-kl", spec, baseline), mean) < 4
+        assert float((mean - wanted).norm() / wanted.norm()) == pytest.approx(bias, abs=5e-4)
+    page = (Path(__file__).parents[3] / "docs" / "on-policy.md").read_text()
+    assert not nats or f"{plain:.0%}".replace("%", " %") in page
 
 
-def test_a_baseline_and_a_top_k_lower_the_noise():
-    z, p = 2 * table(0), table(5)
-    nodes, tokens = drawn(z)
-    own, theirs = (each.log_softmax(-1)[nodes, tokens] for each in (z, p))
-    weight = (1 - own.exp()) ** 2
-    baseline = float((weight * (own - theirs)).sum() / weight.sum())
+def test_the_baseline_of_a_round_leaves_the_mean_and_lowers_the_noise_and_so_does_a_top_k():
+    z, p = table(0), table(5)
+    nodes, tokens, here = drawn(z)
+    targets, _ = targets_of(p, nodes, tokens, z, SAMPLES, 0.0)
+
+    class Round(list):
+        def read(self, rows):
+            return Batch(tokens, here, tokens, targets)
+
+    baseline = _baseline(Round([0]))
     kinds = ((SAMPLES, 0.0), (SAMPLES, baseline), (TOP, baseline))
-    found = [noise(gradients(z, p, z, "sampled-reverse-kl", spec, b)) for spec, b in kinds]
-    assert found[0] > found[1] > found[2]
+    found = [gradients(z, p, z, "sampled-reverse-kl", spec, b) for spec, b in kinds]
+    assert all(apart(each, exact(z, p, z, reverse=True)) < 4 for each in found)
+    none, own, least = map(noise, found)
+    assert none > own > least
+    assert all(own < noise(gradients(z, p, z, "sampled-reverse-kl", SAMPLES, baseline + by)) for by in (-0.2, 0.2))
 
 
-def test_a_student_that_is_its_teacher_has_no_gradient_and_mass_outside_of_the_top_k_is_pulled_back():
+def test_a_student_that_is_its_teacher_has_no_gradient():
     z = table(0)
-    for spec in (SAMPLES, TOP):
-        found = gradients(z, z, z, "sampled-reverse-kl", spec)
-        output = found[2]
-        assert summed(found).abs().max() < 1e-6 and abs(float(output.kd)) / DRAWS < 1e-5
-    far, p = torch.full_like(z, -3.0), torch.full_like(z, -3.0)
+    nodes, tokens, here = drawn(z)
+    targets, _ = targets_of(z, nodes, tokens, z, SAMPLES, 0.0)
+    log_p = z.log_softmax(-1)
+    whole = DenseTargets(log_p[nodes], log_p[nodes, tokens], targets.policy)
+    for divergence in (each for each in DIVERGENCES.builtin if each != "tvd"):  # whose kink there is rounding
+        hidden = z[nodes].clone().requires_grad_()
+        loss = DistillationLoss(divergence=divergence, alpha=0.3)
+        output = loss(hidden, HeadPart(), tokens, here, whole, vocab_size=VOCAB, normalizer=1.0)
+        (found,) = torch.autograd.grad(output.loss, hidden)
+        assert abs(float(output.kd)) < 1e-12 * DRAWS and found.abs().max() < 1e-12, divergence
+        if "sparse" in DIVERGENCES.get(divergence).accepts:
+            _, found, output = gradients(z, z, z, divergence, TOP)
+            assert abs(float(output.kd)) / DRAWS < 1e-6 and found.abs().max() < 1e-6, divergence
+    for spec in (SAMPLES, BOTH):
+        assert apart(gradients(z, z, z, "forward-kl", spec), torch.zeros_like(z)) < 4
+        assert gradients(z, z, z, "sampled-reverse-kl", spec)[1].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "jsd", "sampled-reverse-kl"])
+def test_mass_outside_of_what_is_kept_of_the_teacher_is_pulled_back(divergence):
+    far, p = torch.full((2, NODES, VOCAB), -3.0, dtype=torch.float64)
     far[:, 4], p[:, 0] = 3.0, 3.0
-    mean = summed(gradients(far, p, far, "sampled-reverse-kl", TOP))
-    assert mean[0, 4] > 0.01 > mean[0, 0]
+    mean = summed(gradients(far, p, far, divergence, TOP))
+    assert mean[0, 4] > 0.005 and mean[0, 0] < -0.001
+
+
+def test_nothing_is_learned_behind_an_end():
+    z, p = table(0), table(5)
+    _, tokens, here = drawn(z)
+    rows = gradients(z, p, z, "sampled-reverse-kl", SAMPLES)[1]
+    ends = (tokens == END).view(LENGTH, DRAWS)
+    behind = (ends.cumsum(0) > ends.int()).flatten()
+    assert behind.any() and (rows[behind] == 0).all() and (rows[here & (tokens == END)] != 0).any(1).all()
 
 
 def test_alpha_is_1_on_what_a_student_wrote_and_padding_changes_no_bit():
     torch.manual_seed(0)
-    z, p = 2 * table(0), table(5)
-    nodes, tokens = drawn(z)
+    z, p = table(0), table(5)
+    nodes, tokens, _ = drawn(z)
     nodes, tokens = nodes[:8], tokens[:8]
     targets, _ = targets_of(p, nodes, tokens, z, SAMPLES, 0.0)
     mask = torch.tensor([True] * 6 + [False] * 2)
@@ -195,6 +256,27 @@ def test_alpha_is_1_on_what_a_student_wrote_and_padding_changes_no_bit():
         student = Student(tiny_model(), loss)
         torch.testing.assert_close(student.total(output, torch.ones(())) / 6, output.loss.double())
     assert torch.equal(*found)
+
+
+def test_the_logged_weights_are_those_of_the_tokens_that_count_at_every_tenth_step():
+    torch.manual_seed(0)
+    student = Student(tiny_model("llama", 300), DistillationLoss(alpha=0.0)).train()
+    tokens, weights = torch.randint(300, (2, 5)), torch.tensor([1.0, 0.5, 4.0, 0.5, 1.5, 0.5, 9.0, 9.0])
+    policy = label_logprobs(student, tokens).flatten() - weights.log()
+    mask = (weights < 9).view(2, 4)
+    targets = SparseTargets(*[torch.zeros(8, 0)] * 4, *[torch.zeros(8)] * 3, 0, 1, (1.0,), policy=policy)
+    batch, observer, found = Batch(tokens, mask, torch.zeros_like(tokens[:, 1:]), targets), Weights(10), {}
+    for step, micro in (9, 1), (10, 2), (10, 1):
+        assert not found
+        observer.before_forward(StepView(step, student, lambda _: None, micro), batch)
+        observer.after_optimizer(StepView(step, student, lambda _: None, micro), found, False)
+    assert student.training and found.keys() == {
+        f"rollouts/{each}" for each in ("weight", "effective_samples", "truncated")
+    }
+    mean, square = 8 / 6, (1 + 0.25 * 3 + 16 + 2.25) / 6
+    assert found["rollouts/weight"] == pytest.approx(mean, rel=1e-5)
+    assert found["rollouts/effective_samples"] == pytest.approx(mean**2 / square, rel=1e-5)
+    assert found["rollouts/truncated"] == pytest.approx(1 / 6)
 
 
 @pytest.mark.parametrize(
