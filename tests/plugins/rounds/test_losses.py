@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode
+from kdtrain.cache.format.codec import decode, draw_points, encode
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.output_head import HeadPart
