@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness.record import Options
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.commands import DistillConfig

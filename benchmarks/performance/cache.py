@@ -42,8 +42,9 @@ from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import CALLS, in_turn, medians, over, peak_of, timed, without_graphs
 from benchmarks.performance import cache_material
 from benchmarks.performance.cache_material import Material
-from kdtrain.cache.format.codec import CodecSpec, encode_sequences
+from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.write.writer import CacheBuilder, write_cache
 from kdtrain.precision.modes import autocast

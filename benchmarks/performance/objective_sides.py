@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdtrain.models.head import HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import FLOOR, DenseTargets, OnlineTargets, SparseTargets, Targets
 

@@ -36,8 +36,8 @@ import torch
 
 from benchmarks.harness import RESULTS, write, write_spec
 from kdtrain import cli
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 from kdtrain.models.loading import load_student

@@ -18,7 +18,8 @@ import torch
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
-from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.codec import decode, encode_sequences
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import LEAST_MASS, LEVEL, MARGIN, SHIFTS, detect
 from kdtrain.models.loading import load_student
 from kdtrain.models.spec import read_spec

@@ -37,8 +37,9 @@ from torch import Tensor
 from benchmarks.harness import RESULTS, TEACHER, write
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import packed, token_tensor
-from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
+from kdtrain.cache.format.codec import decode, draw_points, encode_sequences
 from kdtrain.cache.format.compression import Coding
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.batch import Batch

@@ -28,7 +28,8 @@ from torch import Tensor
 from benchmarks.harness import RESULTS, STUDENT, TEACHER, write
 from benchmarks.harness.command import kdtrain
 from benchmarks.harness.models import packed, teacher_logits, token_tensor
-from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.codec import decode, encode_sequences
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.output_head import HeadPart

@@ -28,8 +28,8 @@ from benchmarks.harness.command import kdtrain
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import teacher_logits
 from benchmarks.performance import cache_material
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.library import Cache
 from kdtrain.objective.targets import SparseTargets

@@ -124,10 +124,6 @@ class CacheTeacherConfig(Extended):
         """The section of a plugin whose model writes the text instead of the teacher; None: the teacher writes it."""
         return next((each for each in self.plugins.values() if getattr(each, "writes", False)), None)
 
-    def splits(self) -> dict[str, int | None]:
-        """Return how many sequences of each split to cache; None for all."""
-        return {"train": self.data.num_sequences, "validation": self.data.validation_sequences}
-
 
 def conflicts_with_own(out: Path, caches: Sequence[str]) -> Conflicts:
     """Yield the conflict of a cache that would be written into a folder that it is made from."""

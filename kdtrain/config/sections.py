@@ -70,6 +70,11 @@ class DataConfig(Options):
             changed = getattr(self, each.name) != each.default and not each.metadata.get("with_cache")
             yield changed, f"{flag(each.name)} has no effect with {cache}, which holds its text; leave it out"
 
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """How many sequences of each split are packed or cached; None for all."""
+        return {"train": self.num_sequences, "validation": self.validation_sequences}
+
     def sources(self, limits: Mapping[str, int | None]) -> dict[str, str]:
         """Return the split of the data for each of `limits`: a cache calls the requested one train, adds validation."""
         second = "validation" if "train" in limits else self.split

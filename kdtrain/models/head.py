@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.attention import BLOCK, CAUSAL, document_positions, first_seen, fits_causal, seen_windows
-from kdtrain.models.output_head import HeadPart as HeadPart
+from kdtrain.models.output_head import HeadPart
 
 # Largest |difference| / largest |value|: the head is one product, computed twice in the same dtype.
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}

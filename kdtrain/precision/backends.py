@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdtrain.config.choices import BACKENDS
-from kdtrain.config.sections import QUANTIZED as QUANTIZED
-from kdtrain.config.sections import QuantizationConfig
+from kdtrain.config.sections import QUANTIZED, QuantizationConfig
 from kdtrain.errors import UsageError
 from kdtrain.imports import quiet_import
 from kdtrain.precision.controller import Policy

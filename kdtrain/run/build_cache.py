@@ -1,7 +1,7 @@
 """Builds caches: of a teacher, and the caches of bare tokens that runs (`TextData`) and evaluations need."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.format.codec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, PIECES, WRITTEN
+from kdtrain.cache.format.spec import SAMPLING, CodecSpec, grid_name, grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
 from kdtrain.config.commands import CacheTeacherConfig
@@ -235,7 +235,7 @@ def _requested(
     config: CacheTeacherConfig, teacher: Teacher, counts: Counts, identity: dict[str, Any]
 ) -> tuple[CacheSettings, Rows]:
     """Return the settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
-    given, width, limits = config.codec, teacher.vocab_size, config.splits()
+    given, width, limits = config.codec, teacher.vocab_size, config.data.limits
     if not given.dense and given.top_k > width:
         raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     codec = CodecSpec.requested(given, width)
@@ -247,7 +247,7 @@ def _requested(
     settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
     if (how := teacher.writing) is None:
         return settings, teacher.texts[1] if teacher.texts else _text(config.data, teacher.tokenizer, limits, counts)
-    prompts, rows = teacher.texts or _prompts(config, teacher.tokenizer, how.end_tokens)
+    prompts, rows = teacher.texts or _prompts(config.data, config.text, teacher.tokenizer, how.end_tokens)
     settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
     if how.policy is not None:
         settings = replace(settings, codec=replace(codec, written=True), format_version=WRITTEN)
@@ -255,34 +255,16 @@ def _requested(
 
 
 def _prompts(
-    config: CacheTeacherConfig, tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...]
+    data: DataConfig, text: TextConfig, tokenizer: PreTrainedTokenizerFast, ends: tuple[int, ...]
 ) -> tuple[dict[str, int | None], Rows]:
     """Return what prompts are cut to, and the prompts of each split. ends: the tokens that end a text."""
-    limits, filler = config.splits(), filler_token(tokenizer, ends)
-    prompts = {"prompt_tokens": _prompt_width(config), "max_new_tokens": config.text.max_new_tokens}
+    filler = filler_token(tokenizer, ends)
+    prompts = {"prompt_tokens": _prompt_width(data, text), "max_new_tokens": text.max_new_tokens}
     rows = {
-        name: prompt_rows(config.data, source, tokenizer, limits[name], filler=filler, **prompts)
-        for name, source in config.data.sources(limits).items()
+        name: prompt_rows(data, source, tokenizer, data.limits[name], filler=filler, **prompts)
+        for name, source in data.sources(data.limits).items()
     }
     return prompts, rows
-
-
-def build_prompts(config: CacheTeacherConfig, teacher: Teacher, rows: Mapping[str, Iterable[PackedRow]] | None) -> None:
-    """Write the prompts that `--generate` would continue into a cache of bare tokens, in this process alone.
-
-    rows: of each split, in their place.
-    """
-    data, tokenizer = config.data, teacher.tokenizer
-    tokenizer.pinned = pin_text(config.out, data, tokenizer)  # type: ignore[attr-defined]
-    tokenizer.pinned.pop("packing", None)  # type: ignore[attr-defined]
-    codec = CodecSpec(kind="tokens", vocab_size=teacher.vocab_size)
-    prompts, found = _prompts(config, tokenizer, teacher.ends)
-    settings = _settings(data, tokenizer, codec, config.splits())
-    settings = replace(settings, data={**settings.data, "prompts": prompts})
-    stated = {"text": known_text(config.out, data, packed=True)}
-    saved = ChatTokenizer.of(tokenizer, teacher.spec)
-    found = {split: iter(each) for split, each in (rows or found).items()}
-    _write(config.out, settings, found, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
 
 
 def validation_rows(
@@ -290,7 +272,7 @@ def validation_rows(
 ) -> Iterator[Batch]:
     """Yield the first rows of the validation split that `build_cache` keeps, in batches."""
     if refined is None:
-        rows = _text(config.data, teacher.tokenizer, config.splits(), {})["validation"]
+        rows = _text(config.data, teacher.tokenizer, config.data.limits, {})["validation"]
     else:
         rows = refined["validation"].rows()
     first = islice(rows, most)
@@ -302,14 +284,14 @@ def validation_rows(
         yield Batch(tokens, mask, segments, None)
 
 
-def _prompt_width(config: CacheTeacherConfig) -> int | None:
+def _prompt_width(data: DataConfig, text: TextConfig) -> int | None:
     """Return the tokens of a prompt; None: the data have prompts of their own. UsageError: both."""
-    width = config.text.prompt_tokens
-    if not has_prompts(config.data):
-        return width or min(DEFAULT_PROMPT, max(1, config.data.seq_len // 2))
+    width = text.prompt_tokens
+    if not has_prompts(data):
+        return width or min(DEFAULT_PROMPT, max(1, data.seq_len // 2))
     if width is not None:
         raise UsageError(
-            f"--prompt-tokens has no effect: {config.data.data} has prompts of its own; leave it "
+            f"--prompt-tokens has no effect: {data.data} has prompts of its own; leave it "
             "out, or read it with --format text"
         )
     return None
@@ -327,7 +309,7 @@ def build_tokens(
     vocab_size: the width of the logits of the model that reads these tokens. splits: how many sequences of each split;
     None: train and validation as in `data`.
     """
-    limits = splits or {"train": data.num_sequences, "validation": data.validation_sequences}
+    limits = splits or data.limits
     tokenizer.pinned = pin_text(folder, data, tokenizer)  # type: ignore[attr-defined]
     settings = _settings(data, tokenizer, CodecSpec(kind="tokens", vocab_size=vocab_size), limits)
     counts: Counts = {}
@@ -356,8 +338,7 @@ class TextData(DataPlan):
     def refuse_no_rows(self) -> None:
         data, folder = self.config.data, self.config.out / TEXT
         if self.teacher is not None and not (folder / MANIFEST).exists():
-            limits = {"train": data.num_sequences, "validation": data.validation_sequences}
-            refuse_no_rows(folder, data, self.teacher.tokenizer, limits)
+            refuse_no_rows(folder, data, self.teacher.tokenizer, data.limits)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         folder = self.config.out / TEXT
@@ -380,17 +361,29 @@ class TextData(DataPlan):
     def prompts(
         self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None
     ) -> LocalCache:
-        config, teacher = self.config, self.teacher
+        teacher, data, folder = self.teacher, self.config.data, self.config.out / PROMPTS
         assert teacher is not None, "a teacher scores what is written behind them"
-        text, folder = TextConfig(generate=True, prompt_tokens=width), config.out / PROMPTS
-        prompting = CacheTeacherConfig(teacher=str(config.teacher), out=folder, data=config.data, text=text)
+        tokenizer: Any = teacher.tokenizer
         found = None
         if rows is not None:
-            pinned = on_main(lambda: pin_text(folder, config.data, teacher.tokenizer))
-            teacher.tokenizer.pinned = pinned  # type: ignore[attr-defined]
+            tokenizer.pinned = on_main(lambda: pin_text(folder, data, tokenizer))
             with raise_on_all_ranks():
                 found = rows()
-        on_main(lambda: self._build(folder, resumed, lambda: build_prompts(prompting, teacher, found)))
+
+        def build() -> None:
+            tokenizer.pinned = pin_text(folder, data, tokenizer)
+            tokenizer.pinned.pop("packing", None)  # a prompt has a row of its own
+            text = TextConfig(generate=True, prompt_tokens=width)
+            prompts, read = _prompts(data, text, tokenizer, teacher.ends)
+            codec = CodecSpec(kind="tokens", vocab_size=teacher.vocab_size)
+            settings = _settings(data, tokenizer, codec, data.limits)
+            settings = replace(settings, data={**settings.data, "prompts": prompts})
+            stated = {"text": known_text(folder, data, packed=True)}
+            own = {split: iter(each) for split, each in (found or read).items()}
+            saved = ChatTokenizer.of(tokenizer, teacher.spec)
+            _write(folder, settings, own, teacher=None, tokenizer=saved, batch_size=64, stated=stated)
+
+        on_main(lambda: self._build(folder, resumed, build))
         return LocalCache(folder)
 
     def _build(self, folder: Path, resumed: bool, build: Callable[[], Any]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import read_sidecar, weights_line
 from kdtrain.cache.format.names import DICTIONARY, MANIFEST
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.facts import contents
 from kdtrain.cache.tools.unfinished import progress
@@ -103,8 +103,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
         pinned = on_main(lambda: pin_text(config.out, config.data, teacher.tokenizer))
         if refined is None:
             there = (config.text.generate and has_prompts(config.data)) or (config.out / MANIFEST).exists()
-            limits = config.splits()
-            on_main(lambda: None if there else refuse_no_rows(config.out, config.data, teacher.tokenizer, limits))
+            data = config.data
+            on_main(lambda: None if there else refuse_no_rows(config.out, data, teacher.tokenizer, data.limits))
     if config.text.generate:
         pinned.pop("packing", None)  # a prompt has a row of its own
         config = replace(config, data=replace(config.data, document_mask=False))
@@ -219,8 +219,8 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
                 read += len(part.text or json.dumps(part.messages))
                 yield part
 
-    for split, source in data.sources(config.splits()).items():
-        limit, text, until = config.splits()[split], pieces(source), time.monotonic() + _SECONDS
+    for split, source in data.sources(data.limits).items():
+        limit, text, until = data.limits[split], pieces(source), time.monotonic() + _SECONDS
         whole = "packing" in teacher.tokenizer.pinned  # type: ignore[attr-defined]
         packed = pack(
             text, teacher.tokenizer, data.seq_len, parse_special_tokens=data.parse_special_tokens, whole=whole

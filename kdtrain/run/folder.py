@@ -47,9 +47,7 @@ from kdtrain.files import (
 )
 from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
-from kdtrain.monitor.facts import LOCK as LOCK
-from kdtrain.monitor.facts import is_environment
-from kdtrain.monitor.facts import is_run as is_run
+from kdtrain.monitor.facts import LOCK, is_environment, is_run
 from kdtrain.ranks import all_gather_object, on_main
 from kdtrain.registry import first_line
 from kdtrain.training.state import read_saved

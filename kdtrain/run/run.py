@@ -19,7 +19,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import is_adapter
 from kdtrain.models.spec import is_export
 from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
-from kdtrain.monitor.facts import RESULT, alphas, best_run_beside, count_warnings, read_result
+from kdtrain.monitor.facts import RESULT, alphas, best_run_beside, count_warnings, is_run, read_result
 from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
@@ -27,7 +27,6 @@ from kdtrain.run.baselines import baselines, log_outcome
 from kdtrain.run.folder import (
     TOKENIZER,
     changes,
-    is_run,
     launch,
     planned_before,
     refuse_changes,

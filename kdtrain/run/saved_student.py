@@ -15,7 +15,8 @@ from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import is_model_folder, load_student, model_of, with_weights_of
 from kdtrain.models.spec import ModelSpec, read_spec, shipped
 from kdtrain.models.tokenizer import generation_from
-from kdtrain.run.folder import TOKENIZER, is_run
+from kdtrain.monitor.facts import is_run
+from kdtrain.run.folder import TOKENIZER
 from kdtrain.run.model_card import cache_of, public
 from kdtrain.training.state import load_saved, read_saved
 

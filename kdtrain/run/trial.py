@@ -35,6 +35,7 @@ from kdtrain.config.sections import OptimizerConfig
 from kdtrain.errors import RunError, log
 from kdtrain.models.head import SplitModel, layers_of
 from kdtrain.models.loading import active_parameters
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.rules import initial_loss
 from kdtrain.objective.alpha import Alpha
@@ -51,7 +52,7 @@ from kdtrain.ranks import (
     world_size,
 )
 from kdtrain.run.build import build
-from kdtrain.run.folder import existing_parent, is_run, refuse_changes, trial_folder, write_config_to_copy
+from kdtrain.run.folder import existing_parent, refuse_changes, trial_folder, write_config_to_copy
 from kdtrain.run.planned import plan_ranks
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run

@@ -28,9 +28,10 @@ from kdtrain.errors import UsageError, log
 from kdtrain.models.adapters import adapters_off
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
-from kdtrain.models.head import HeadPart, SplitModel, layer_widths, split
+from kdtrain.models.head import SplitModel, layer_widths, split
 from kdtrain.models.hub import opened
 from kdtrain.models.loading import adapted, check_fits, load_teacher, model_digest, refuse_long, vocabulary
+from kdtrain.models.output_head import HeadPart
 from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch

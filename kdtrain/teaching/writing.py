@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from kdtrain.cache.format.codec import draw_points, encode, grid_offset, uniforms
+from kdtrain.cache.format.codec import draw_points, encode, uniforms
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.write.answers import Encode, Logits, ShardAnswers, ShardRows
 from kdtrain.errors import UsageError
 from kdtrain.models.generate import draw

@@ -11,7 +11,7 @@ import torch
 from benchmarks.science import quality_tables
 from benchmarks.science.quality_grid import ALONE, PLAIN, RENORMALIZED_TEACHER, STUDIES, Run
 from kdtrain.config.choices import TAILS
-from kdtrain.models.head import HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets
 

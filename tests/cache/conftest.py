@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import KNOTS, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
+from kdtrain.cache.format.spec import KNOTS, CodecSpec
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 from tests.fetched import files_of

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.codec import decode, encode_sequences
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import detect
 from kdtrain.objective.batch import Batch
 

@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import (
-    ABSENT,
-    KNOTS,
-    CodecSpec,
-    decode,
-    draw_points,
-    encode,
-    encode_sequences,
-    grid_name,
-    grid_offset,
-    keep,
-)
+from kdtrain.cache.format.codec import decode, draw_points, encode, encode_sequences, keep
 from kdtrain.cache.format.compression import Coding
+from kdtrain.cache.format.spec import ABSENT, KNOTS, CodecSpec, grid_name, grid_offset
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from einops import rearrange
 
-from kdtrain.cache.format.codec import FINE_KNOTS, CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.codec import decode, encode_sequences
 from kdtrain.cache.format.compression import (
     MARK,
     STEP_SLOPE,
@@ -20,6 +20,7 @@ from kdtrain.cache.format.compression import (
     order,
     steps,
 )
+from kdtrain.cache.format.spec import FINE_KNOTS, CodecSpec
 from kdtrain.objective.targets import FLOOR, SparseTargets
 
 TEMPERATURES = np.geomspace(1, 4, 25)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.cache.write.writer import FAULT_POINTS, CacheBuilder, write_cache
 from kdtrain.errors import RunError, UsageError

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, decode, encode_sequences
+from kdtrain.cache.format.codec import decode, encode_sequences
 from kdtrain.cache.format.compression import Coding
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.fidelity import (
     GRID,
     TOLERANCE,

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from kdtrain.cache.format import hdf5
-from kdtrain.cache.format.codec import ABSENT, CodecSpec, encode_sequences
+from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
+from kdtrain.cache.format.spec import ABSENT, CodecSpec
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.cache.write.answers import ShardRows

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import read_manifest
-from kdtrain.cache.format.spec import datasets
+from kdtrain.cache.format.spec import ABSENT, CodecSpec, datasets
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.cache.write.writer import write_cache

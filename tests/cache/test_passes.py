@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kdtrain.cache.format import codec
-from kdtrain.cache.format.codec import CodecSpec, _encode_block, _sparse_in_passes, encode, encode_sequences
+from kdtrain.cache.format.codec import _encode_block, _sparse_in_passes, encode, encode_sequences
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.write import answers
 from kdtrain.cache.write.answers import SideStream

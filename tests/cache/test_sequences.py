@@ -11,7 +11,7 @@ import torch
 
 import kdtrain as kd
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import SAMPLING, CodecSpec
+from kdtrain.cache.format.spec import SAMPLING, CodecSpec
 from kdtrain.cache.read.shard import Shard
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.files import file_digest

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import SAMPLING, CodecSpec
 from kdtrain.cache.format.manifest import read_manifest
+from kdtrain.cache.format.spec import SAMPLING, CodecSpec
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.tools.verify import verify_cache
 from kdtrain.cache.write.folder import lock

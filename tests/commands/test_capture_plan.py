@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.harness import models
-from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.run import capture
 
 BUILD = ("cache-teacher", "--precision", "fp32", "--batch-size", 8, "--out")

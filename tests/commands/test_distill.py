@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from kdtrain import faults, files
 from kdtrain.errors import RunError, UsageError
+from kdtrain.monitor.facts import LOCK
 from kdtrain.run import build, run
-from kdtrain.run.folder import LOCK
 from kdtrain.run.run import Run
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import Manifest, read_manifest
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.facts import cache_facts, fidelity, parent_lines, tail_rule
 from kdtrain.checkpoint.store import Store
 from kdtrain.commands.inspect import main

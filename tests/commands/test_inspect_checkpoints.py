@@ -13,7 +13,7 @@ from kdtrain.commands import inspect, verify
 from kdtrain.config.commands import InspectConfig, VerifyConfig
 from kdtrain.errors import UsageError
 from kdtrain.files import Lock
-from kdtrain.run.folder import LOCK
+from kdtrain.monitor.facts import LOCK
 
 NAMES = ("step-00000010", "epoch-0001", "interrupted-00000012", "step-00000020")
 

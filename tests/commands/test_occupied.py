@@ -11,8 +11,9 @@ from kdtrain import files
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import CheckpointConfig
 from kdtrain.errors import UsageError
+from kdtrain.monitor.facts import LOCK
 from kdtrain.run import folder as module
-from kdtrain.run.folder import LOCK, run_lock, write_description
+from kdtrain.run.folder import run_lock, write_description
 
 
 @pytest.fixture

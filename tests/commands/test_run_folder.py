@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtrain import cli
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.commands import distill
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig

@@ -333,7 +333,7 @@ def test_what_the_template_leaves_out_is_counted_in_the_manifest_for_any_number_
 
 
 def test_an_invocation_of_before_formats_has_the_identity_that_it_had(tmp_path):
-    from kdtrain.cache.format.codec import CodecSpec
+    from kdtrain.cache.format.spec import CodecSpec
     from kdtrain.run.build_cache import _settings
     from kdtrain.testing import tiny_tokenizer
 

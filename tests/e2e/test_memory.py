@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from kdtrain.errors import UsageError
-from kdtrain.models.head import HeadPart, default_probe, split
+from kdtrain.models.head import default_probe, split
 from kdtrain.models.loading import load_student
+from kdtrain.models.output_head import HeadPart
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.testing import SHAPES, tiny_model

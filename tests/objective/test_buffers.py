@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kdtrain.models.head import HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import matmul
 from kdtrain.objective.loss import distillation_loss
 

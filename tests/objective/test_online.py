@@ -4,7 +4,7 @@ import pytest
 import torch
 from objective_reference import problem
 
-from kdtrain.models.head import HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.metrics import measure

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, encode, encode_sequences
+from kdtrain.cache.format.codec import encode, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.answers import ShardRows
 from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.config.commands import CacheTeacherConfig
@@ -212,7 +213,7 @@ def test_prompts_of_text_are_the_beginnings_of_its_sequences(tmp_path):
         asked = CacheTeacherConfig(
             teacher="t", out="o", data=replace(data, seq_len=length), text=TextConfig(generate=True)
         )
-        assert build_cache._prompt_width(asked) == wide
+        assert build_cache._prompt_width(asked.data, asked.text) == wide
 
 
 def test_prompts_of_conversations_end_where_the_last_answer_begins(tmp_path, caplog):
@@ -291,7 +292,7 @@ def test_rows_of_every_format_give_the_prompt_before_their_last_answer(tmp_path,
     assert prompts_in(data, tokenizer, 2) == [prompt, prompt]
     config = CacheTeacherConfig(teacher="t", out="o", data=data, text=TextConfig(generate=True, prompt_tokens=3))
     with pytest.raises(UsageError, match=r"--prompt-tokens has no effect: .* has prompts of its own"):
-        build_cache._prompt_width(config)
+        build_cache._prompt_width(config.data, config.text)
 
 
 def test_conversations_that_the_template_refuses_are_counted_and_refused_if_none_is_left(tmp_path, caplog):

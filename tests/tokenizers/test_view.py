@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.names import holds_nothing
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader, collate
 from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.packed import PackedRow

@@ -2,8 +2,8 @@
 
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.corpus import Document
 from kdtrain.data.packing import pack

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from kdtrain.cache.format.codec import CodecSpec, decode, encode
+from kdtrain.cache.format.codec import decode, encode
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.data import order
 from kdtrain.models.head import split
 from kdtrain.models.loading import checkpoint_activations

@@ -11,7 +11,7 @@ import torch
 
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError
-from kdtrain.models.head import HeadPart
+from kdtrain.models.output_head import HeadPart
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.targets import OnlineTargets
 from kdtrain.teaching.local import LocalTeacher

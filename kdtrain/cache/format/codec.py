@@ -47,14 +47,11 @@ from einops import rearrange
 from torch import Tensor
 
 from kdtrain.cache.format.names import POLICY
-from kdtrain.cache.format.spec import ABSENT as ABSENT
-from kdtrain.cache.format.spec import FINE_KNOTS as FINE_KNOTS
-from kdtrain.cache.format.spec import KNOTS as KNOTS
-from kdtrain.cache.format.spec import MOST_POINTS as MOST_POINTS
-from kdtrain.cache.format.spec import SAMPLING as SAMPLING
-from kdtrain.cache.format.spec import CodecSpec as CodecSpec
-from kdtrain.cache.format.spec import grid_name as grid_name
-from kdtrain.cache.format.spec import grid_offset as grid_offset
+from kdtrain.cache.format.spec import (
+    ABSENT,
+    MOST_POINTS,
+    CodecSpec,
+)
 from kdtrain.errors import UsageError
 from kdtrain.objective.engine.matmul import maybe_compiled
 from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Targets

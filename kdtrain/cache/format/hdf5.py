@@ -34,9 +34,8 @@ import h5py
 import hdf5plugin
 import numpy as np
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.names import DICTIONARY, PIECES, SHARDS
-from kdtrain.cache.format.spec import DatasetLayout, attributes, datasets, dictionary_sets
+from kdtrain.cache.format.spec import CodecSpec, DatasetLayout, attributes, datasets, dictionary_sets
 from kdtrain.errors import CALLBACKS
 from kdtrain.files import open_regular
 

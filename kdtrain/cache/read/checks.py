@@ -8,9 +8,9 @@ import math
 
 import numpy as np
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import LOWEST, Arrays, Coding
 from kdtrain.cache.format.names import BROKEN, POLICY
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.objective.targets import FLOOR
 
 MASS = 1.05

@@ -14,11 +14,12 @@ import h5py
 import numpy as np
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, decode
+from kdtrain.cache.format.codec import decode
 from kdtrain.cache.format.compression import Coding, unpack
 from kdtrain.cache.format.hdf5 import StoredRows, read_dictionary
 from kdtrain.cache.format.manifest import maker, read_manifest
 from kdtrain.cache.format.names import DICTIONARY
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.checks import check_flags, check_lists, check_stored, check_tokens, check_values
 from kdtrain.errors import RunError, UsageError, system_error
 from kdtrain.objective.batch import Batch

@@ -46,8 +46,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.format.codec import grid_offset
 from kdtrain.cache.format.compression import FINENESS
+from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets, Targets

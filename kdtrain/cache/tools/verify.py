@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.hdf5 import check_structure
 from kdtrain.cache.format.manifest import (
     CacheSettings,
@@ -28,6 +27,7 @@ from kdtrain.cache.format.manifest import (
     read_sidecar,
     shard_problem,
 )
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import AHEAD
 from kdtrain.cache.read.remote import Remote, open_remote
 from kdtrain.cache.read.shard import Shard, batch_of, first_line

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import encode_sequences, grid_offset
+from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, end_tokens
+from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import log

@@ -14,8 +14,8 @@ from torch import Tensor
 from kdtrain import __version__
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import ABSENT, CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
+from kdtrain.cache.format.spec import ABSENT, CodecSpec
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.tools.facts import write_card
 from kdtrain.cache.write.folder import file_digests

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import SAMPLING, CodecSpec, broken, encode_sequences
+from kdtrain.cache.format.codec import broken, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
+from kdtrain.cache.format.spec import SAMPLING, CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.write import fidelity

@@ -16,9 +16,9 @@ import numpy as np
 from kdtrain import faults
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.compression import FIT_ENTRIES, Arrays, Coding
 from kdtrain.cache.format.manifest import CacheSettings, Sidecar, read_sidecar, shard_problem
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.answers import ROWS, ShardRows
 from kdtrain.errors import RunError
 from kdtrain.files import file_digest, publish_json, published, read_sealed, set_aside

@@ -35,9 +35,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.format.codec import ABSENT
 from kdtrain.cache.format.compression import FINENESS
 from kdtrain.cache.format.compression import steps as tail_steps
+from kdtrain.cache.format.spec import ABSENT
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 LEVEL = 0.01

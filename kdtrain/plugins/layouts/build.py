@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, decode
+from kdtrain.cache.format.codec import decode
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import SHIFTS, detect, more_than_promised, outside
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import assign, by_hash, rank

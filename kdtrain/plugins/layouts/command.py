@@ -7,8 +7,8 @@ from typing import Any
 
 import kdtrain.plugins.layouts.distillkit
 import kdtrain.plugins.layouts.topk  # noqa: F401
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.facts import show_cache
 from kdtrain.cache.tools.self_check import look

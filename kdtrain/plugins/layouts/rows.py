@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from kdtrain.cache.format.codec import CodecSpec, keep
+from kdtrain.cache.format.codec import keep
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import FLOOR

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.sections import CodecConfig

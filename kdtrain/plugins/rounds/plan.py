@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from torch.distributed.tensor import DTensor
 
-from kdtrain.cache.format.codec import CodecSpec, stated_range
+from kdtrain.cache.format.codec import stated_range
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import SETTINGS, holds_nothing
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.choices import DIVERGENCES
@@ -206,8 +207,7 @@ class RoundsData(DataPlan):
             """Read the rows again in which the teacher reads its own prompts, and return them with those stored."""
             nonlocal seen
             data, theirs = config.data, self.teacher.tokenizer
-            limits = {"train": data.num_sequences, "validation": data.validation_sequences}
-            rows_.update(own_rows(data, theirs, self.teacher.ends, True, True, None, limits))
+            rows_.update(own_rows(data, theirs, self.teacher.ends, True, True, None, data.limits))
             seen = prompts_digest(rows_, data.seq_len, self.teacher)
             return {split: [*map(bare, each)] for split, each in rows_.items()}
 

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.cache.format.codec import SAMPLING
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import POLICY, WRITTEN
+from kdtrain.cache.format.spec import SAMPLING
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
@@ -347,7 +347,7 @@ def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: C
         policy["weights_digest"] = read.policy if is_digest else None
         policy["spec"] = str(given.answers) if is_digest or read.policy is None else read.policy
     elif name is None or given.teacher_prompts:
-        found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, config.splits())
+        found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, data.limits)
     if name is not None:
         found_student = opened(name)
         model, theirs = found_student.student, tokenizer_digest(teacher.tokenizer)

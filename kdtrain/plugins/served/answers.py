@@ -30,7 +30,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kdtrain.cache.format.codec import CodecSpec, keep, uniforms
+from kdtrain.cache.format.codec import keep, uniforms
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.errors import RunError
 from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
 from kdtrain.teaching.teacher import Writing

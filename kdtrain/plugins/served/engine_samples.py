@@ -109,7 +109,8 @@ def sample(logits_NV: Tensor, labels_N: Tensor, request: SampleRequest, start: i
     """
     import torch
 
-    from kdtrain.cache.format.codec import ABSENT, encode_on_device
+    from kdtrain.cache.format.codec import encode_on_device
+    from kdtrain.cache.format.spec import ABSENT
 
     stop, device = start + len(labels_N), logits_NV.device
     spec = CodecSpec(kind="sparse", vocab_size=logits_NV.shape[1], num_samples=request.number)

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.models.spec import ModelSpec
 from kdtrain.plugins.served.answers import Answers, Arrays, Choice, Span, read_text, read_top, text_parameters

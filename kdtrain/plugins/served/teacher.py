@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, decode
+from kdtrain.cache.format.codec import decode
 from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import examine, kept_mass
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.sections import CodecConfig

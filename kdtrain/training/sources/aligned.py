@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import Targets
 from kdtrain.teaching.online import OnlineTeacher

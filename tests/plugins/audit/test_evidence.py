@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode_sequences
+from kdtrain.cache.format.codec import decode, draw_points, encode_sequences
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import examine, other_row
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets

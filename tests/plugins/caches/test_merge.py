@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.codec import CodecSpec
 from kdtrain.cache.format.manifest import Manifest, check_sizes, read_manifest
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.facts import CARD
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.cache.write.generated_text import finish_reasons

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.data import rows as data_rows
 from kdtrain.errors import UsageError
 from kdtrain.plugins.layouts import distillkit

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, decode, draw_points, encode
+from kdtrain.cache.format.codec import decode, draw_points, encode
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.format.codec import CodecSpec, draw_points, encode_sequences
+from kdtrain.cache.format.codec import draw_points, encode_sequences
 from kdtrain.cache.format.compression import Coding
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.plugins.served.answers import Entry
 from kdtrain.plugins.served.engine_samples import SampleRequest, entries, is_sampled, read_samples, sample
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kdtrain as kd
-from kdtrain.cache.format.codec import CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.plugins.served.answers import Answers, Entry, Span, Wrong, spans_of
 from kdtrain.plugins.served.client import SMALL, Client
 from kdtrain.plugins.served.fingerprint import Fingerprint

@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
-from kdtrain.cache.format.codec import CodecSpec, encode_sequences
+from kdtrain.cache.format.codec import encode_sequences
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.sections import CodecConfig, DataConfig, TextConfig
 from kdtrain.models.loading import load_teacher
 from kdtrain.models.spec import read_spec
