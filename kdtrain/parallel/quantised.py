@@ -41,5 +41,6 @@ class PartProduct:
 
 def cut_product(layer: nn.Module, mesh: Any, style: str) -> None:
     """Make the product of a layer, if it is switchable, that of this rank's part."""
+    switchable: Any = layer
     if (product := getattr(layer, "product", None)) is not None:
-        layer.product = PartProduct(product, mesh, style)
+        switchable.product = PartProduct(product, mesh, style)

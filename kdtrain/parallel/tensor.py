@@ -118,7 +118,8 @@ def refuse_with(
     facts: of the data, if they are known.
     """
     size, choice = config.parallel.tensor_parallel, formats.choice
-    option, multiple = f"{STUDENT} {size}", 1 if choice is None else getattr(choice.backend, "part_multiple", None)
+    option = f"{STUDENT} {size}"
+    multiple: Any = 1 if choice is None else getattr(choice.backend, "part_multiple", None)
     dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
     refused = {
         f"--fp8-backend {choice and choice.name}, whose scales are of a rank's part alone": multiple is None,
@@ -462,7 +463,7 @@ def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = 
     parameters = dict(model.named_parameters())
     training = [module for module in model.modules() if module.training]
     model.eval()
-    switch = next((each.switch for each in model.modules() if hasattr(each, "switch")), Switch())
+    switch: Any = next((each.switch for each in model.modules() if hasattr(each, "switch")), Switch())
     with torch.enable_grad(), switch.at("high"):
         hidden_BTD = model(tokens_BT)
         chance = torch.Generator().manual_seed(1)
