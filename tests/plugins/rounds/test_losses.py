@@ -20,7 +20,6 @@ from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.plugins.rounds import loss as sampled
 from kdtrain.plugins.rounds.source import _baseline
 from kdtrain.plugins.rounds.weights import Weights
-from kdtrain.plugins.rounds.writing import label_logprobs
 from kdtrain.testing import tiny_model
 from kdtrain.training.observers import StepView
 from kdtrain.training.student import Student
@@ -263,7 +262,7 @@ def test_the_logged_weights_are_those_of_the_tokens_that_count_at_every_tenth_st
     torch.manual_seed(0)
     student = Student(tiny_model("llama", 300), DistillationLoss(alpha=0.0)).train()
     tokens, weights = torch.randint(300, (2, 5)), torch.tensor([1.0, 0.5, 4.0, 0.5, 1.5, 0.5, 9.0, 9.0])
-    policy = label_logprobs(student, tokens).flatten() - weights.log()
+    policy = student.label_logprobs(tokens).flatten() - weights.log()
     mask = (weights < 9).view(2, 4)
     targets = SparseTargets(*[torch.zeros(8, 0)] * 4, *[torch.zeros(8)] * 3, 0, 1, (1.0,), policy=policy)
     batch, observer, found = Batch(tokens, mask, torch.zeros_like(tokens[:, 1:]), targets), Weights(10), {}
