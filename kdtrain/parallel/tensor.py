@@ -105,7 +105,8 @@ def refuse_with(
     facts: of the data, if they are known.
     """
     size, choice = config.parallel.tensor_parallel, formats.choice
-    option, multiple = f"{STUDENT} {size}", 1 if choice is None else getattr(choice.backend, "part_multiple", None)
+    option = f"{STUDENT} {size}"
+    multiple: Any = 1 if choice is None else getattr(choice.backend, "part_multiple", None)
     dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
     refused = {
         f"--fp8-backend {choice and choice.name}, whose scales are of a rank's part alone": multiple is None,
