@@ -116,7 +116,8 @@ def without_numbers(name: str, config: PreTrainedConfig, *, trust_remote_code: b
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return ask(name, make)
+        model: PreTrainedModel = ask(name, make)
+    return model
 
 
 def config_of(name: str, model_type: object, table: dict[str, Any]) -> PreTrainedConfig:

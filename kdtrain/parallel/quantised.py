@@ -11,7 +11,7 @@ What it gives up: blocks with a scale of their own that would reach over a cut, 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from kdtrain.precision.emulated import WeightParts
@@ -39,7 +39,7 @@ class PartProduct:
         return DTensor.from_local(self.own(x, weight, dtype, high_forward), self.mesh, self.result, run_check=False)
 
 
-def cut_product(layer: nn.Module, mesh: Any, style: str) -> None:
+def cut_product(layer: Any, mesh: Any, style: str) -> None:
     """Make the product of a layer, if it is switchable, that of this rank's part."""
     switchable: Any = layer
     if (product := getattr(layer, "product", None)) is not None:

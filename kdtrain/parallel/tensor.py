@@ -463,7 +463,8 @@ def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = 
     parameters = dict(model.named_parameters())
     training = [module for module in model.modules() if module.training]
     model.eval()
-    switch: Any = next((each.switch for each in model.modules() if hasattr(each, "switch")), Switch())
+    modules: list[Any] = [*model.modules()]
+    switch = next((each.switch for each in modules if hasattr(each, "switch")), Switch())
     with torch.enable_grad(), switch.at("high"):
         hidden_BTD = model(tokens_BT)
         chance = torch.Generator().manual_seed(1)

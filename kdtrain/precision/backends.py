@@ -134,8 +134,8 @@ class Torchao:
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
         """Return the product for a layer."""
-        quantized, high_forward = (_converted(inputs, outputs, self.recipe, high) for high in (False, True))
-        return _TorchaoProduct(quantized, high_forward, self.recipe.scaling)
+        quantized, late = (_converted(inputs, outputs, self.recipe, high_forward) for high_forward in (False, True))
+        return _TorchaoProduct(quantized, late, self.recipe.scaling)
 
 
 class _TorchaoProduct:
