@@ -202,7 +202,8 @@ def compare_in_bf16() -> None:
             times = (many / one) ** 0.5
             if dist.get_rank() == 0:
                 print(json.dumps({"bf16": part, "of one process": one**0.5, "times": times}), flush=True)
-            assert times <= BITS, (part, times)
+            # T has one number a case, whose error is chance: it must only be below what bf16 rounds
+            assert times <= BITS or (part == "temperature" and many**0.5 < 2**-9), (part, times)
 
 
 def compare(name: str) -> None:

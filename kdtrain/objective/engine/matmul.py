@@ -2,7 +2,7 @@
 
     u = h W^T            never rounded below fp32: logits rounded to bf16 before the softmax put 4 to 23 % of
                          error into the gradient (Liger-Kernel #1432)
-    dHidden = dz W       rounded like the hidden states
+    dHidden = dz W       rounded like the hidden states; in fp32 where a sum over ranks follows
     dWeight += dz^T h    summed over chunks in fp32
 
 Inputs in bf16 are multiplied as 16-bit numbers with an fp32 result where the back end can: on a GPU by `out_dtype`,
@@ -83,7 +83,7 @@ class Products:
         for start in range(0, dz_RV.shape[1], block):
             part = slice(start, start + block)
             if into_RD is not None:
-                product_RD = self._into_hidden(dz_RV[:, part], part)
+                product_RD = self._into_hidden(dz_RV[:, part], part, into_RD.dtype)
                 # In fp32: each part is rounded once, and their sum only at the end.
                 sum_RD = product_RD.to(self.dtype) if sum_RD is None else self.add(product_RD, sum_RD)
             if into_VD is not None:
@@ -91,12 +91,12 @@ class Products:
         if into_RD is not None and sum_RD is not None:
             into_RD.copy_(sum_RD)
 
-    def _into_hidden(self, dz_RB: Tensor, part: slice) -> Tensor:
-        if self.gradient_dtype == self.dtype:
-            with _onednn(self.onednn), _tf32(self.out_dtype):
-                return torch.mm(dz_RB, self.wide_VD[part])
-        if self.out_dtype:  # bf16 products add up V numbers: not in bf16
+    def _into_hidden(self, dz_RB: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
+        if self.out_dtype and self.gradient_dtype != self.dtype:  # bf16 products add up V numbers: not in bf16
             return torch.mm(dz_RB, self.narrow_VD[part], out_dtype=self.dtype)
+        if self.dtype in (self.gradient_dtype, dtype):
+            with _onednn(self.onednn), _tf32(self.out_dtype):
+                return torch.mm(dz_RB.to(self.dtype), self.wide_VD[part])
         return torch.mm(dz_RB, self.narrow_VD[part])
 
     def _into_weight(self, dz_RB: Tensor, hidden_RD: Tensor, into_BD: Tensor, first: bool) -> None:
