@@ -229,15 +229,14 @@ class RoundsConfig(CodecConfig):
 
     def _check_sampled(self, config: DistillConfig) -> None:
         objective = config.objective
-        fixed = bool(config.cache)
-        refuse(fixed, f"--divergence {SAMPLED} needs tokens that the student drew; leave --cache out")
+        drawn = f"--divergence {SAMPLED} needs tokens that the student drew; leave --cache out"
+        refuse(bool(config.cache), drawn)
         refuse(
             self.dense, f"--divergence {SAMPLED} is for samples and a top-k; with --dense use reverse-kl, the exact one"
         )
-        for name, usual in (("gen_top_p", 1.0), ("gen_temperature", 1.0)):
-            value = getattr(self, name)
+        for name in ("gen_top_p", "gen_temperature"):
             text = f"its tokens are draws of the student only at {flag(name)} 1; leave it out, or use forward-kl"
-            refuse(value != usual, f"--divergence {SAMPLED} with {flag(name)} {value:g}: {text}")
+            refuse(getattr(self, name) != 1, f"--divergence {SAMPLED}: {text}")
         heated = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
         refuse(heated, f"--divergence {SAMPLED} is right at T = 1 only; leave the temperature's options out")
 
@@ -252,10 +251,8 @@ class DrawnTokens:
         """Return an attribute of the `Divergence`, whose module needs torch."""
         from kdtrain.plugins.rounds.loss import SAMPLED_REVERSE_KL
 
-        if name not in vars(SAMPLED_REVERSE_KL):
-            return getattr(SAMPLED_REVERSE_KL, name)
         vars(self).update(vars(SAMPLED_REVERSE_KL))  # compiled code imports nothing
-        return vars(self)[name]
+        return getattr(SAMPLED_REVERSE_KL, name)
 
 
 DIVERGENCES.add(SAMPLED, DrawnTokens(), DrawnTokens)

@@ -7,7 +7,7 @@ In the folder of a run: `prompts`, a cache of bare tokens whose rows are the pro
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -235,23 +235,22 @@ class RoundsData(DataPlan):
         return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
 
 
+@dataclass(eq=False)
 class RoundWriter:
     """Writes the rounds of a run: `source.Writer`.
 
     own: rows of each split, in the order of `prompts`, with the teacher's own prompts. seen: the digest of these.
     """
 
-    def __init__(
-        self,
-        data: RoundsData,
-        prompts: LocalCache,
-        shape: StreamShape,
-        facts: Facts,
-        seen: str | None,
-        own: Mapping[str, list[PackedRow]],
-    ) -> None:
-        self.data, self.prompts, self.shape, self.facts, self.seen, self.own = data, prompts, shape, facts, seen, own
-        self.config, self.given, self.teacher = data.config, data.given, data.teacher
+    data: RoundsData
+    prompts: LocalCache
+    shape: StreamShape
+    facts: Facts
+    seen: str | None
+    own: Mapping[str, list[PackedRow]]
+
+    def __post_init__(self) -> None:
+        self.config, self.given, self.teacher = self.data.config, self.data.given, self.data.teacher
         self.ended = time.monotonic()
 
     def meet(self, student: Any, teacher: Any) -> None:

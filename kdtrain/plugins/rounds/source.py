@@ -15,7 +15,7 @@ What it gives up: a round is read only when it is whole; the student waits for i
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import count
@@ -105,6 +105,7 @@ class Fixed:
         return self.source.read(indices)
 
 
+@dataclass(eq=False)
 class Rounds:
     """The training split of a run in rounds.
 
@@ -119,25 +120,22 @@ class Rounds:
         shown: shows texts of a round, by its name, and returns numbers of them.
     """
 
+    facts: Facts
+    shape: StreamShape
+    folder: Path
+    _: KW_ONLY
+    seed: int
+    writer: Writer | None
+    fixed: Source | None
+    text: Source | None = None
+    sampled: bool = False
+    stops: bool = False
+    shown: Callable[[LocalCache, str], dict[str, float]] = lambda cache, name: {}
+
     overlaps, repeatable = False, True
 
-    def __init__(
-        self,
-        facts: Facts,
-        shape: StreamShape,
-        folder: Path,
-        *,
-        seed: int,
-        writer: Writer | None,
-        fixed: Source | None,
-        text: Source | None = None,
-        sampled: bool = False,
-        stops: bool = False,
-        shown: Callable[[LocalCache, str], dict[str, float]] = lambda cache, name: {},
-    ) -> None:
-        self.facts, self.shape, self.folder, self.seed = facts, shape, folder, seed
-        self.writer, self.fixed, self.text, self.growing = writer, fixed, text, self
-        self.sampled, self.stops, self.shown = sampled, stops, shown
+    def __post_init__(self) -> None:
+        self.growing = self
         self.attempt = 1
         """Of the rounds that begin from now on."""
         self.rounds = dict[int, int]()

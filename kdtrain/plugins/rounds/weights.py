@@ -6,8 +6,6 @@ Measured at steps that the log shows, on the first micro-batch of a rank, by a f
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
-
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.rounds.loss import LARGEST
 from kdtrain.training.observers import Observer, StepView
@@ -33,11 +31,9 @@ class Weights(Observer):
         if not mask_N.any():
             return
         weight_N = (own_N - targets.policy)[mask_N].double().exp()
-        sizes = torch.stack([weight_N.mean(), weight_N.mean() ** 2 / (weight_N**2).mean()])
-        mean, effective = sizes.tolist()
-        truncated = float((weight_N > LARGEST).double().mean())
-        named = {"weight": mean, "effective_samples": effective, "truncated": truncated}
-        self.found = {f"rollouts/{name}": value for name, value in named.items()}
+        mean, truncated = weight_N.mean(), (weight_N > LARGEST).double().mean()
+        named = {"weight": mean, "effective_samples": mean**2 / (weight_N**2).mean(), "truncated": truncated}
+        self.found = {f"rollouts/{name}": float(value) for name, value in named.items()}
 
     def after_optimizer(self, step: StepView, metrics: Mapping[str, float], skipped: bool) -> None:
         cast(dict[str, Any], metrics).update(self.found)

@@ -9,6 +9,7 @@ import torch
 
 import kdtrain as kd
 from kdtrain.config.sections import DataConfig
+from kdtrain.data.packing import prompt_row
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
@@ -70,6 +71,19 @@ def test_a_command_that_is_interrupted_takes_what_it_started_with_it(tmp_path):
         command._run(words, {"{out}": begun}, lambda: begun.exists() and begun.read_text().strip() != "")
     state = Path(f"/proc/{begun.read_text().strip()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_command_reads_the_exported_student_which_is_gone_afterwards_and_its_answers_stay(tokenizer, tmp_path):
+    model = tiny_model("llama", 300)
+    write_model_folder(tmp_path / "own", model, tokenizer)
+    engine = "cat $1/model.safetensors $1/tokenizer.json > /dev/null && sed 's/.*/{\"answer\": [7, 8, 9]}/' $2 > $3"
+    (tmp_path / "engine.sh").write_text(engine)
+    reader, path = PromptReader(tokenizer, (299,), 8), tmp_path / "answers" / "round-0001.jsonl"
+    rows = {split: [prompt_row([5, 6], seq_len=8, max_new_tokens=2, filler=299)] for split in ("train", "validation")}
+    for words in (f"sh {tmp_path / 'engine.sh'} {{model}} {{prompts}} {{out}}", "false"):  # the second reads the file
+        found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows)
+        assert [each.tokens[:4].tolist() for split in rows for each in found[split]] == [[5, 6, 7, 8]] * 2
+    assert sorted(each.name for each in path.parent.iterdir()) == ["round-0001.jsonl", "round-0001.prompts"]
 
 
 def written(path, *lines):
