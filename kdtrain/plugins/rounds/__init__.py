@@ -176,7 +176,7 @@ class RoundsConfig(CodecConfig):
         first, _, last = self.max_new_tokens.partition(":")
         return int(first), int(last or first)
 
-    def conflicts(self) -> Iterator[tuple[bool, str]]:
+    def conflicts(self) -> Iterator[tuple[object, str]]:
         yield from super().conflicts()
         both = "--on-policy writes rounds and --rollouts reads those of another run; give one"
         yield self.on_policy and self.rollouts is not None, both
