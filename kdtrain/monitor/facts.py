@@ -67,7 +67,8 @@ def heading(record: RunRecord) -> str:
 def state_of(path: Path, record: RunRecord) -> tuple[str, str]:
     """Return a run's state in a word (one of `ACTIVE`, failed, stopped, killed, or one of `ENDED`) and as a line."""
     training = is_locked(path / LOCK)  # None where the system does not say
-    result, done = record.result or {}, int(record.metrics[-1]["step"]) if record.metrics else 0
+    result = record.result or {}
+    done = int(record.metrics[-1]["step"]) if record.metrics else 0
     steps = record.environment.get("steps") or as_table(record.options.get("optimizer")).get("steps")
     if training or (training is None and not result):
         last = record.steps[-1] if record.steps else {}
@@ -86,10 +87,8 @@ def state_of(path: Path, record: RunRecord) -> tuple[str, str]:
 
 def ended(result: Mapping[str, Any]) -> tuple[str, str]:
     """Return the state, as `state_of` does, of a run that has a result."""
-    reason, where = (
-        str(result.get("stop_reason")),
-        f"at step {number(result.get('step'))} of {number(result.get('steps'))}",
-    )
+    reason = str(result.get("stop_reason"))
+    where = f"at step {number(result.get('step'))} of {number(result.get('steps'))}"
     if result.get("error") is not None:
         return "failed", f"failed ({reason}) {where}: {str(result['error'])[:500]}"
     stopped = reason == "signal"
@@ -107,7 +106,8 @@ def ended(result: Mapping[str, Any]) -> tuple[str, str]:
 
 def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
     """Return the row of a run that is shown among others: its state, its losses, time and warnings."""
-    result, losses = record.result or {}, [loss for _, loss in record.curve("validation/loss")]
+    result = record.result or {}
+    losses = [loss for _, loss in record.curve("validation/loss")]
     return {
         "state": state_of(path, record)[0],
         "student": as_table(record.environment.get("student")).get("name"),
@@ -140,7 +140,8 @@ def mib(paths: list[Path]) -> float:
 
 def watch_line(record: RunRecord, line: str) -> str:
     """Describe a running run: the `line` of its state, the training loss and the last validation."""
-    parts, last = [line], record.steps[-1] if record.steps else {}
+    parts = [line]
+    last = record.steps[-1] if record.steps else {}
     parts += [f"loss {number(last['loss_avg'])}"] if "loss_avg" in last else []
     for found in record.validations[-1:]:
         parts.append(f"val @{number(found['step'])} {number(found['validation/loss'])}")
@@ -180,7 +181,8 @@ def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     """Return the other numbers of the last validation, by its step, T, and the peak of memory; empty without any."""
     last = record.validations[-1] if record.validations else {}
     numbers = {name: last.get(f"validation/{name}", math.nan) for name in ("kl", "bits_per_byte", "accuracy", "ece")}
-    known, parts = {name: value for name, value in numbers.items() if math.isfinite(value)}, []
+    known = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    parts = []
     if "kl" in known:
         estimate = " (an estimate from samples)" if known["kl"] < 0 else ""
         parts.append(f"KL to the teacher {loss_text(known['kl'])}{estimate}")
@@ -219,7 +221,8 @@ def _alphas(record: RunRecord) -> Iterator[str]:
 
 def members(record: RunRecord) -> Iterator[Part]:
     """Yield the caches that a run mixes: what it draws of each, and the last validation by each."""
-    caches, last = record.environment.get("caches"), record.validations[-1] if record.validations else {}
+    caches = record.environment.get("caches")
+    last = record.validations[-1] if record.validations else {}
     rows = []
     for each in map(as_table, caches[:_MOST_CACHES] if isinstance(caches, list) else ()):
         about = (str(each.get(key) or "-")[:60] for key in ("sequences", "teacher"))
@@ -234,7 +237,8 @@ def members(record: RunRecord) -> Iterator[Part]:
 def objective(record: RunRecord) -> str:
     """Return the objective in the words of a step's line."""
     options, environment = as_table(record.options.get("objective")), record.environment
-    alpha, terms = options.get("alpha"), as_table(environment.get("alignment")).get("terms")
+    alpha = options.get("alpha")
+    terms = as_table(environment.get("alignment")).get("terms")
     divergence = "+".join(map(str, terms[:2])) if isinstance(terms, list) else options.get("divergence")
     distils = any(as_table(record.options.get("run")).get(each) for each in ("cache", "teacher"))
     weight: Any = alpha if distils and (alpha == "auto" or isinstance(alpha, int | float)) else 0.0

@@ -114,7 +114,8 @@ def text_of(found: Mapping[str, Any]) -> str:
 
 def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the text, teacher and checkpoint that the test numbers of runs are of."""
-    texts, steps = sorted(set(map(text_of, found))), {str(each.get("checkpoint")) for each in found}
+    texts = sorted(set(map(text_of, found)))
+    steps = {str(each.get("checkpoint")) for each in found}
     if found:
         at = min(steps) if len(steps) == 1 else "the checkpoint that was best then"
         yield f"test: {texts[0]}; of each student {printable(at)[:60]}"
@@ -130,7 +131,8 @@ def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
     known = {name for each in last for name, value in each.items() if isinstance(value, str | int | float)} - {"step"}
     lines = []
     for name in (each for each in (*order, *sorted(known - {*order})) if each in known):
-        measure, cut = EVALUATED.get(name, Measure(name.replace("_", " "), number)), 12 if name == "cache" else 60
+        measure = EVALUATED.get(name, Measure(name.replace("_", " "), number))
+        cut = 12 if name == "cache" else 60
         lines.append([measure.label])
         for value in (each.get(name) for each in last):
             text = "-" if (finite := as_finite(value)) is None else measure.shown(finite)
@@ -319,10 +321,12 @@ def _options(record: RunRecord) -> dict[str, Any]:
 
 
 def _measured(record: RunRecord) -> dict[str, float | None]:
-    result, last = record.result or {}, (record.validations or [{}])[-1]
+    result = record.result or {}
+    last = (record.validations or [{}])[-1]
     losses = [value for _, value in record.curve("validation/loss") if as_finite(value) is not None]
     kinds = [each.event for each in record.events]
-    steps, quantized = record.steps, [value for _, value in record.curve("quantized")]
+    steps = record.steps
+    quantized = [value for _, value in record.curve("quantized")]
     times = record.places("minutes")
     weights = record.alphas or (result.get("alpha_mean"), result.get("alpha_last"))
 

@@ -101,7 +101,8 @@ def begun(
     if refined is None:
         return _requested(config, teacher, counts, dict(teacher.identity) if here else {})
     refuse_other_teacher(refined, teacher, loaded=here)
-    settings, rows = refined.manifest.settings, {split: refined[split].rows() for split in refined}
+    settings = refined.manifest.settings
+    rows = {split: refined[split].rows() for split in refined}
     number = settings.codec.num_samples  # those drawn lie half way between two
     offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
     return replace(settings, sampling=grid_name(offset)), rows
@@ -235,7 +236,9 @@ def _requested(
     config: CacheTeacherConfig, teacher: Teacher, counts: Counts, identity: dict[str, Any]
 ) -> tuple[CacheSettings, Rows]:
     """Return the settings of the cache that the options request, and the rows of each split. counts: see `Masks`."""
-    given, width, limits = config.codec, teacher.vocab_size, config.data.limits
+    given = config.codec
+    width = teacher.vocab_size
+    limits = config.data.limits
     if not given.dense and given.top_k > width:
         raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {width}; choose less, or --dense")
     codec = CodecSpec.requested(given, width)

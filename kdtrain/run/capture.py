@@ -74,7 +74,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
     ordered: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
     """
     on_main(lambda: refuse_no_folder(config.out))
-    layout, tensor = None, config.parallel.teacher_tensor_parallel
+    layout = None
+    tensor = config.parallel.teacher_tensor_parallel
     if tensor > 1:
         layout = RankLayout.of_ranks(device, tensor, option="--teacher-tensor-parallel")
     with raise_on_all_ranks():
@@ -97,7 +98,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
         _ = teacher.tokenizer  # one that is missing is found before the weights are loaded
         if refined is not None:
             refuse_other_teacher(refined, teacher, loaded=False)
-    text, pinned = None, dict[str, str]()
+    text = None
+    pinned = dict[str, str]()
     if config.data.data is not None and ordered is None:
         text = None if config.dry_run else on_main(lambda: known_text(config.out, config.data))
         pinned = on_main(lambda: pin_text(config.out, config.data, teacher.tokenizer))
@@ -164,7 +166,9 @@ def _plan(
     """
     settings, rows = begun(config, teacher, refined, {}, here=not why)
     sequences, counted = on_main(lambda: _count(config, teacher, refined))
-    batch, length, tokens = config.batch_size, settings.seq_len, sum(sequences.values()) * settings.seq_len
+    batch = config.batch_size
+    length = settings.seq_len
+    tokens = sum(sequences.values()) * settings.seq_len
     begins = f"at {found['progress']}" if (found := progress(config.out)) else "from the beginning"
     plan: dict[str, Any] = {
         "cache": str(config.out),
@@ -175,14 +179,17 @@ def _plan(
         "tokens": {split: count * length for split, count in sequences.items()},
         "counted": counted,
     }
-    per_token, per_shard = computed_bytes(settings.codec), 0.0
+    per_token = computed_bytes(settings.codec)
+    per_shard = 0.0
     if why:  # text that is written costs more than text that is read
         speeds = {} if model is None or config.text.generate else computed_rates(model)
         plan["numbers below"] = f"computed from those of other teachers and caches, not measured: {why}"
         plan["tokens_per_second"] = {name: round(speed, 1) for name, speed in speeds.items()}
         plan["estimated_hours"] = {name: round(tokens / speed / 3600, 4) for name, speed in speeds.items()}
     else:
-        world, clock, tried = world_size(), list[float](), replace(settings, sequences_per_shard=batch, sequences={})
+        world = world_size()
+        clock = list[float]()
+        tried = replace(settings, sequences_per_shard=batch, sequences={})
         first_rows = cycle([*islice(not_empty("train", rows["train"], settings), 2 * batch * world)])
         how: dict[str, Any] = {"batch_size": batch, "progress": lambda *_: clock.append(time.perf_counter())}
         with trial_folder(config.out, lambda out: claim_folder(out, settings)) as folder:
@@ -199,7 +206,8 @@ def _plan(
         plan["estimated_hours"] = round((first - second + tokens / speed) / 3600, 4)
         plan["peak_memory_mb"] = round(peak_memory_mb(teacher.device), 1)
     shards = sum(math.ceil(count / settings.sequences_per_shard) for count in sequences.values())
-    disk, free = tokens * per_token + shards * per_shard, shutil.disk_usage(existing_parent(config.out)).free
+    disk = tokens * per_token + shards * per_shard
+    free = shutil.disk_usage(existing_parent(config.out)).free
     plan |= {"bytes per token": round(disk / tokens, 2), "disk (MiB)": round(disk / 2**20, 1)}
     return plan | {"disk free (MiB)": round(free / 2**20, 1)}
 
@@ -208,7 +216,10 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
     """Count the sequences of each split, and name how: a long text is tokenized in part, and its rest read."""
     if refined is not None:
         return {split: stated["sequences"] for split, stated in refined.manifest.splits.items()}, "exactly"
-    data, found, how, read = config.data, dict[str, int](), "exactly", 0
+    data = config.data
+    found = dict[str, int]()
+    how = "exactly"
+    read = 0
     prompts = config.text.generate and has_prompts(data)
 
     def pieces(source: str) -> Iterator[Document]:
@@ -220,7 +231,9 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
                 yield part
 
     for split, source in data.sources(data.limits).items():
-        limit, text, until = data.limits[split], pieces(source), time.monotonic() + _SECONDS
+        limit = data.limits[split]
+        text = pieces(source)
+        until = time.monotonic() + _SECONDS
         whole = "packing" in teacher.tokenizer.pinned  # type: ignore[attr-defined]
         packed = pack(
             text, teacher.tokenizer, data.seq_len, parse_special_tokens=data.parse_special_tokens, whole=whole
@@ -241,7 +254,8 @@ def computed_rates(model: ModelFootprint) -> dict[str, float]:
 
     A token costs a product with each weight but embeddings'.
     """
-    weights, found = model.active - (0 if model.tied else model.vocabulary * model.width), dict[str, float]()
+    weights = model.active - (0 if model.tied else model.vocabulary * model.width)
+    found = dict[str, float]()
     for device, measured in RATES.items():
         sizes, products = zip(*((math.log(size), size * rate) for size, rate in measured), strict=True)
         found[device] = float(np.interp(math.log(weights), sizes, products)) / weights

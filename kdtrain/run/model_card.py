@@ -44,7 +44,8 @@ def recipe_of(run: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         tables = read_toml(run / "config.toml")
     except (OSError, ValueError):
         tables = state["options"]
-    private, kept = marked(DistillConfig, "private") | _HOW, dict[str, dict[str, Any]]()
+    private = marked(DistillConfig, "private") | _HOW
+    kept = dict[str, dict[str, Any]]()
     for section, each in fields_of(DistillConfig):
         table = tables.get(section)
         if each.name not in private and isinstance(table, dict) and table.get(each.name) is not None:
@@ -93,7 +94,8 @@ def card_files(
         teacher, found = _member_facts(each, manifests.get(str(each.get("digest"))), given.get("teacher"))
         facts |= found
         teachers |= dict.fromkeys([teacher] if teacher else [])
-    progress, trained = state["progress"], state["student"].get("weights")
+    progress = state["progress"]
+    trained = state["student"].get("weights")
     facts |= {"their mixture": state["cache"]} if "caches" in state else {}
     if trained is not None:
         facts["trained"] = (
@@ -143,7 +145,8 @@ def _members(run: Path, state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _manifests(cache: Any, run: Path, state: Mapping[str, Any]) -> dict[str, Manifest]:
     """Return the manifests of the run's caches that are at hand, by digest."""
-    wanted, found = [each.get("digest") for each in _members(run, state)], dict[str, Manifest]()
+    wanted = [each.get("digest") for each in _members(run, state)]
+    found = dict[str, Manifest]()
     places = [Path(each) for each in (cache if isinstance(cache, list) else [cache]) if isinstance(each, str)]
     for place in [*places[:_CACHES], run / "data"]:
         try:

@@ -60,7 +60,8 @@ class OpenedStudent(NamedTuple):
 
 def tokenizer_place(name: str, kind: Kind = "students") -> Path | str | None:
     """Return where the tokenizer of a student that is not loaded lies, as `open_student` names it; None without one."""
-    path, ships = Path(name), name in shipped(kind)
+    path = Path(name)
+    ships = name in shipped(kind)
     if not ships and (is_run(path) or is_checkpoint(path.resolve())):
         return tokenizer_of_run(path if is_run(path) else run_of(path))
     spec = read_spec(name, kind)
@@ -76,7 +77,9 @@ def open_student(name: str, device: torch.device, kind: Kind = "students") -> Op
         device: the student's device.
         kind: whose names ship.
     """
-    path, ships, tokenizer = Path(name), name in shipped(kind), tokenizer_place(name, kind)
+    path = Path(name)
+    ships = name in shipped(kind)
+    tokenizer = tokenizer_place(name, kind)
     if not ships and is_checkpoint(path.resolve()):
 
         def read(found: Path) -> OpenedStudent:
@@ -114,7 +117,8 @@ def student_at(path: Path, device: torch.device, base: ModelSpec | None = None) 
         if "base" in saved:
             student = _on_its_base(checkpoint.state, weights, base)
         else:
-            table, how = saved["architecture"], (saved["attention"], generation)
+            table = saved["architecture"]
+            how = (saved["attention"], generation)
             student = split(model_of("its student", table, *how))
             entries = student.state_dict()
             if len(shared := entries.keys() & weights.keys()) > len({entries[name].data_ptr() for name in shared}):
@@ -169,7 +173,8 @@ def _on_its_base(state: Mapping[str, Any], weights: Mapping[str, Any], base: Mod
     """
     from kdtrain.models.adapters import lora_of, restrict
 
-    saved, lora = state["student"], None
+    saved = state["student"]
+    lora = None
     if "lora" in saved:
         lora = lora_of(saved["lora"], (name.removeprefix("model.") for name in weights), "its adapters")
     try:

@@ -91,7 +91,8 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
 
 def split_text(manifest: Manifest, split: str) -> str:
     """Describe how large a split is."""
-    stated, length = manifest.splits[split], manifest.settings.seq_len
+    stated = manifest.splits[split]
+    length = manifest.settings.seq_len
     parts = [f"{counted(stated['sequences'], 'sequence')} of {length:,}", f"{stated['sequences'] * length:,} tokens"]
     mib = sum(each["bytes"] for each in stated["shards"]) / 2**20
     return ", ".join([*parts, counted(len(stated["shards"]), "shard"), size(mib)])
@@ -201,7 +202,9 @@ def fidelity(manifest: Manifest) -> list[str | Table]:
 
 
 def _fidelity(about: Mapping[str, Any]) -> list[str | Table]:
-    tokens, rows, divergences = about["sample"]["tokens"], [], []
+    tokens = about["sample"]["tokens"]
+    rows = []
+    divergences = []
     each_T = {name[2:]: each for name, each in about.items() if name.startswith("T=")}
     for temperature, at in list(each_T.items())[:12]:
         for rule, each in at["gradient"].items():

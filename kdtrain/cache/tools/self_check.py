@@ -291,11 +291,13 @@ def look(cache: LocalCache, *, rows: int = ROWS, seconds: float = SECONDS, seed:
 
     RunError: a shard cannot be read.
     """
-    settings, deadline = cache.manifest.settings, time.monotonic() + seconds
+    settings = cache.manifest.settings
+    deadline = time.monotonic() + seconds
     if not settings.codec.taught:
         return None
     split = "train" if "train" in cache else next(iter(cache))
-    codec, total = settings.codec, len(cache[split])
+    codec = settings.codec
+    total = len(cache[split])
     entries = settings.seq_len * (codec.columns or codec.vocab_size)
     each, size = max(1, min(rows, _ENTRIES // entries) // 2), max(1, min(8, _ENTRIES // 4 // entries))
     start = int(np.random.RandomState(seed).randint(max(total - each, 0) + 1))
@@ -413,7 +415,8 @@ def _drawn_labels(
     targets: SparseTargets, label_NK: Tensor, tail_N: Tensor, logprob_N: Tensor, systematic: bool
 ) -> tuple[float, float]:
     """Return how much more often labels were drawn than by their share of the tail: sum of shares, variance."""
-    number, some_N = targets.num_samples, targets.counts.sum(-1) > 0
+    number = targets.num_samples
+    some_N = targets.counts.sum(-1) > 0
     in_tail_N = some_N & ~label_NK[:, : targets.top_k].any(-1)
     drawn_N = ((targets.counts * label_NK).sum(-1) / number)[in_tail_N].double()
     tail_N = tail_N.double() if targets.top_k else torch.ones_like(logprob_N)
@@ -427,7 +430,8 @@ def _drawn_labels(
 def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
     """Return pairs of rows, in reading order, the first with the targets of the second; and the number of rows."""
     labels_RT = torch.cat([batch.tokens[:, 1:] for batch in batches])
-    found, row = [], 0
+    found = []
+    row = 0
     for batch in batches:
         targets, length = batch.targets, batch.loss_mask.shape[1]
         assert targets is not None
@@ -446,7 +450,8 @@ def other_row(targets: Targets, own: int, labels_RT: Tensor, counted_T: Tensor) 
     ids_NK, mass_NK = targets.map(lambda _, each: each[counted_T]).listed()
     kept = mass_NK.topk(min(50, mass_NK.shape[1]))
     ids_NK, mass_NK = ids_NK.gather(1, kept.indices), kept.values
-    labels_RN, fits_R = labels_RT[:, counted_T], torch.zeros(len(labels_RT))
+    labels_RN = labels_RT[:, counted_T]
+    fits_R = torch.zeros(len(labels_RT))
     for ids_N, mass_N in zip(ids_NK.T, mass_NK.T, strict=True):
         fits_R += ((labels_RN == ids_N) * mass_N).sum(-1) / max(_FEW, len(ids_NK))
     best = int(fits_R.argmax())
