@@ -127,6 +127,16 @@ def test_gradients_err_only_by_the_rounding_of_the_factors(kind, weight_kind, de
     )
 
 
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_of_a_hidden_gradient_that_ranks_add_up_is_not_rounded_before(device):
+    hidden, weight, dz = tensors(torch.bfloat16, torch.bfloat16, device)
+    made, into = Products(hidden, weight), torch.empty(96, 64, device=device)
+    dz = dz.to(made.gradient_dtype)
+    made.gradients(dz.bfloat16().to(dz.dtype), hidden, into, None)
+    assert relative(into, dz.bfloat16().double() @ weight.double()) < 1e-6
+
+
 def test_the_setting_for_oneDNN_is_restored_even_after_an_error():
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
