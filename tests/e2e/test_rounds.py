@@ -498,7 +498,8 @@ def test_rounds_of_conversations_with_adapters_keep_whole_distributions_and_a_to
     words = ("--on-policy", "--teacher", "teacher", "--data", "chat.jsonl", "--seq-len", 96, "--num-workers", 0)
     words += ("--num-sequences", 30, "--validation-sequences", 4, "--max-new-tokens", 8, "--round-rows", 12)
     more = ("--dense", "--divergence", "jsd", "--lora-rank", 2, "--steps", 3, "--out", "chat-run")
-    forks.run("distill", "--student", "teacher", *words, *more, *forks.eager, *forks.fast).ok()
+    ended = forks.run("distill", "--student", "teacher", *words, *more, *forks.eager, *forks.fast)
+    assert ended.code == 1 and "never got better" in ended.stderr  # it begins as its teacher
     caches = [kd.Cache(forks.root / "chat-run" / "rollouts" / f"round-000{number}") for number in (1, 2)]
     digests = {each.manifest.settings.data["generated"]["policy"]["weights_digest"] for each in caches}
     batch, tokenizer = caches[0]["train"].read(range(12)), AutoTokenizer.from_pretrained(forks.root / "teacher")
