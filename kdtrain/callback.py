@@ -43,7 +43,8 @@ class AlphaCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Choose how often to measure, and measure; a run that resumes has its last measurement in the checkpoint."""
-        length, size = len(self.rows[0]["loss_mask"]), args.per_device_eval_batch_size
+        length = len(self.rows[0]["loss_mask"])
+        size = args.per_device_eval_batch_size
         step_tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size * length
         self.every = self.every or interval(len(self.rows) * length, step_tokens)
         parts = range(0, len(self.rows), size)[args.process_index :: args.world_size]

@@ -95,7 +95,8 @@ def changed(name: str, tensor: Any, number: int) -> Any:
     fault = _requested(name)
     if fault is None or not fault[1] <= number <= fault[2]:
         return tensor
-    action, factors = fault[0], tensor.new_ones(tensor.shape)
+    action = fault[0]
+    factors = tensor.new_ones(tensor.shape)
     if action == "nan":
         factors.view(-1)[:1] = float("nan")
     elif action.startswith("x"):

@@ -448,7 +448,8 @@ def set_aside(folder: Path, name: str, word: str) -> Path:
         path /= part
         if path.is_symlink():
             raise UsageError(f"{path} is a link, and nothing is changed through links; put a real folder there")
-    path, number = folder / name, 1
+    path = folder / name
+    number = 1
     if not path.is_symlink():
         refuse_mount(path)
     while os.path.lexists(aside := path.with_name(f"{path.name}.{word}-{number}")):
@@ -486,7 +487,8 @@ def remove_folder(path: Path, files: Collection[str], label: str) -> bool:
         own = each.relative_to(path).as_posix()
         if each.is_symlink() or not (each.is_file() if own in files else own in folders and each.is_dir()):
             return False
-    there, hidden = set(os.listdir(path)), temporary_name(path)
+    there = set(os.listdir(path))
+    hidden = temporary_name(path)
     os.rename(path, hidden)  # a kill during the removal must not leave half a folder
     try:
         faults.point(label)
@@ -554,8 +556,10 @@ class Lock:
     def __init__(self, path: Path, message: str, name: str = "", wait: float = 0.0) -> None:
         from filelock import FileLock  # imported here: no mistake waits for it
 
-        self._path, self._lock = path, FileLock(path, thread_local=False, fallback_to_soft=False)
-        until, waiting = time.monotonic() + wait, False
+        self._path = path
+        self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+        until = time.monotonic() + wait
+        waiting = False
         if any(is_it(path) for is_it in (Path.is_dir, Path.is_fifo, Path.is_socket, Path.is_char_device)):
             raise RunError(f"{path} is not a regular file; remove it")  # one look each: its holder may remove it
         with writing(path):

@@ -42,9 +42,11 @@ class CacheSplit(reader.CacheReader):
             numbers.
         """
         given = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        kept, splits = folder, None
+        kept = folder
+        splits = None
         if kept is None:
-            kept, splits = tempfile.mkdtemp(prefix="kdtrain-"), (self.split,)
+            kept = tempfile.mkdtemp(prefix="kdtrain-")
+            splits = (self.split,)
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         cache = reader.LocalCache(self.folder, self.manifest, self.remote)
         view = build_view(Path(kept), cache, given, events=special_tokens, splits=splits)

@@ -152,7 +152,8 @@ def _name_of_attempt(store: dist.Store, number: int, world: int, timeout: timede
 
     A count of attempts would not do: each node counts its own.
     """
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    own = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
     if number:
         store.set(f"kdtrain/ask/{number}", own)
         store.wait([f"kdtrain/answer/{own}"], timeout)
@@ -185,7 +186,9 @@ def _heartbeat(group: Any) -> Iterator[None]:
         RuntimeError: torch's; a rank ended, or was silent for the group's timeout.
     """
     every = min(_BEAT, _timeout.total_seconds() / 4)
-    done, left, errors = threading.Event(), threading.Event(), []
+    done = threading.Event()
+    left = threading.Event()
+    errors = []
 
     def beat() -> None:
         try:
@@ -237,7 +240,8 @@ def on_main(action: Callable[[], T], group: Any = None) -> T:
             if is_main():
                 result = [action()]
         except (UsageError, RunError, OSError) as error:
-            own, result = error, [_for_others(error)]
+            own = error
+            result = [_for_others(error)]
     dist.broadcast_object_list(result, 0, group)
     if own is not None:
         raise own
@@ -414,7 +418,8 @@ def free_memory(device: torch.device, given: float | None) -> float | None:
         return given * 2**30
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free, group = [], Path("/sys/fs/cgroup")
+    free = []
+    group = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]

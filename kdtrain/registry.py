@@ -171,7 +171,8 @@ class Registry:
     def forget(self, package: str, module: str) -> None:
         """Remove a package's entries: of one of its entry points, or of a module in the package that `module` is in."""
         for name, source in [*self.modules.items()]:
-            root, of = source.partition(".")[0], map(_package, self._packages.get(name, []))
+            root = source.partition(".")[0]
+            of = map(_package, self._packages.get(name, []))
             if root != "kdtrain" and (root == module.partition(".")[0] or package in of):
                 for table in (self.entries, self._help, self.modules, self._traits):
                     table.pop(name, None)  # type: ignore[attr-defined]
@@ -233,7 +234,8 @@ def _entry_points() -> list[EntryPoint]:
         known = cast(EntryPoints, entry_points())
         return [each for group in known.groups for each in known.select(group=group)]
     except Exception:  # it does not name the package
-        found, seen = list[EntryPoint](), set[str]()
+        found = list[EntryPoint]()
+        seen = set[str]()
     for each in distributions():
         name = each.metadata["Name"] or "without a name"
         try:

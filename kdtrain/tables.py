@@ -176,7 +176,8 @@ def size(mib: Any) -> str:
     if not isinstance(mib, int | float):
         return "-"
     if 0 < mib < 0.1:
-        value, unit = mib * 1024, "KiB"
+        value = mib * 1024
+        unit = "KiB"
     else:
         value, unit = (mib, "MiB") if mib < 1000 else (mib / 1024, "GiB")
     return f"{value:.{0 if value >= 10 or value == int(value) else 1}f} {unit}"

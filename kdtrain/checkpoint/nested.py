@@ -73,7 +73,8 @@ class CheckpointStore:
         """
         tensors: dict[str, torch.Tensor] = {}
         name = name or tiers.name_of("rolling", as_whole(step, "step"))
-        linked, best = self._store.linked("best"), None
+        linked = self._store.linked("best")
+        best = None
         if linked is not None and self._store.problem(linked) is None:
             best = read_state(self._store.path(linked)).get("metrics", {}).get("loss")
             best = None if best is None else float(best)

@@ -185,8 +185,10 @@ class Saver:
                 self._buffers = host_buffers(tensors, self._buffers)
             except MemoryError as error:
                 raise RunError(f"checkpoint {names[0]} was not started: {error}; use --no-async-save") from None
-            tensors, state = self.copies.copy(tensors, self._buffers), copy.deepcopy(state)
-        tensors, done = {**tensors, **(kept or {})}, self.copies.done
+            tensors = self.copies.copy(tensors, self._buffers)
+            state = copy.deepcopy(state)
+        tensors = {**tensors, **(kept or {})}
+        done = self.copies.done
 
         begun = Published(tuple(names), step)
         self._begun.append(begun)
@@ -243,7 +245,8 @@ class Saver:
             self._thread.join()
             self._thread = None
         self._begun = [each for each in self._begun if each.whole]
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if isinstance(error, RunError):
             raise error
         if (gone := lost_rank(error)) is not None:

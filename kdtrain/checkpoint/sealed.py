@@ -90,7 +90,8 @@ def vouched_files(path: Path) -> set[str]:
     This proves that kdtrain wrote them, which names alone do not.
     """
     try:
-        files, there = _files(path), {each.name for each in path.iterdir()}
+        files = _files(path)
+        there = {each.name for each in path.iterdir()}
     except (OSError, ValueError):
         return set()
     others = there - {MANIFEST}

@@ -235,7 +235,8 @@ def _contents(items: list[WriteItem], planner: SavePlanner) -> Iterator[tuple[st
     A copy from a GPU lives only while it is used.
     """
     entries: dict[str, Any] = {}
-    places, offset = {}, 0
+    places = {}
+    offset = 0
     for item in items:
         assert item.tensor_data is not None
         chunk, dtype, name = item.tensor_data.chunk, item.tensor_data.properties.dtype, item.index.fqn

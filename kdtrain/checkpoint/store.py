@@ -381,7 +381,9 @@ class Store:
             if isinstance(error, shards.EntryError):
                 cause, where, why = error.cause, error.entry, error.reason
             else:
-                cause, where, why = error.strerror or str(error), error.filename, reason(error)
+                cause = error.strerror or str(error)
+                where = error.filename
+                why = reason(error)
             text = f"checkpoint {self.folder / name} could not be written: {cause}{f', at {where}' if where else ''}"
             raise reported(RunError(f"{text}; earlier ones are intact", reason=why)) from None
 

@@ -103,7 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         _end("\n".join([*about, *lines, "", *wrapped(more, "")]), 0 if argv else 2)
     if argv[0] == "--version":
         _end(importlib.import_module("kdtrain").__version__)
-    command, full = argv[0], "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
+    command = argv[0]
+    full = "out of memory; lower --micro-batch-size, --batch-size or --seq-len"
     try:
         if command not in COMMANDS.names():
             raise UsageError(_unknown_command(command))
@@ -129,7 +130,8 @@ def main(argv: list[str] | None = None) -> None:
             sys.stdout.flush()
             raise SystemExit(code)
     except (UsageError, RunError) as error:
-        reported, cause = getattr(error, "reported", False), not getattr(error, "not_the_cause", False)
+        reported = getattr(error, "reported", False)
+        cause = not getattr(error, "not_the_cause", False)
         _fail(2 if isinstance(error, UsageError) else 1, str(error), reported, cause and not reported)
     except MemoryError:
         _fail(1, full)
@@ -177,7 +179,8 @@ def parse(command: str, argv: list[str], *, look: bool = False) -> Any:
 
 def missing(config: Any) -> Iterator[tuple[str, str]]:
     """Yield each path of a configuration that leads nowhere, with its mistake."""
-    options, tables = options_of(type(config)), sections(config).values()
+    options = options_of(type(config))
+    tables = sections(config).values()
     given = {name: each for table in tables for name, each in table.items() if each not in (None, False)}
     for name, value in given.items():
         for text in map(str, value if isinstance(value, list) else [value]):

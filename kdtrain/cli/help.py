@@ -98,6 +98,7 @@ def wrapped(text: str, first: str, indent: int = 0, before: int = 0, end: str = 
     """Wrap `text` to the width of the terminal; each line but the last has `end`."""
     width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
     width -= len(end) if len(first + text) > width else 0
-    lead, rest = " " * before + first, " " * (before + min(indent, width // 2))
+    lead = " " * before + first
+    rest = " " * (before + min(indent, width // 2))
     lines = textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=rest, break_on_hyphens=False)
     return [*(f"{line}{end}" for line in lines[:-1]), (lines or [lead.rstrip()])[-1]]

@@ -58,7 +58,8 @@ def parse(command: str, kind: type, argv: list[str], others: Others, look: Look 
     values = line.values()
     texts = {name: (each[-1].words or ("",))[-1] for name, each in line.given.items()}
     for name, each in line.given.items():
-        option, last = line.options[name], each[-1]
+        option = line.options[name]
+        last = each[-1]
         for text in last.words if option.several else [texts[name]]:
             if look and values.get(name) not in (None, ()) and (wrong := look(option, text, texts)):
                 line.mistakes.append(last.where + wrong)
@@ -80,7 +81,10 @@ class _Line:
     """A command line while it is read: the values given for each option, and the mistakes."""
 
     def __init__(self, command: str, kind: type, others: Others) -> None:
-        self.command, self.kind, self.others, self.options = command, kind, others, options_of(kind)
+        self.command = command
+        self.kind = kind
+        self.others = others
+        self.options = options_of(kind)
         self.changed: list[str] = []
         """What the file has that is fixed or called otherwise today."""
         self.given: dict[str, list[Given]] = {}
@@ -93,7 +97,8 @@ class _Line:
     def read(self, argv: list[str]) -> None:
         """Read `argv`, and after it the file that it names with `--config`."""
         positionals = [each for each in self.options.values() if each.positional]
-        position, flags = 0, []
+        position = 0
+        flags = []
         while position < len(argv):
             word, values = argv[position], argv[position + 1 :]
             values = values[: next((place for place, each in enumerate(values) if _FLAG.match(each)), len(values))]
@@ -124,7 +129,9 @@ class _Line:
                 path = Path(self.given["config"][-1].words[-1])
                 found, wrong, self.changed = _read_file(path, self.options, self.command)
             except UsageError as error:
-                found, wrong, self.unknown = {}, [error.args[0]], True
+                found = {}
+                wrong = [error.args[0]]
+                self.unknown = True
             self.mistakes += wrong
             for name, given in found.items():
                 self.given.setdefault(name, []).insert(0, given)
@@ -135,9 +142,11 @@ class _Line:
         wanting: whether a word behind a switch may be an argument.
         """
         name = word[2:].replace("-", "_") if word.startswith("--") else ""
-        option, on = self.options.get(name), True
+        option = self.options.get(name)
+        on = True
         if option is None and (positive := self.options.get(name.removeprefix("no_"))) and positive.switch:
-            option, on = positive, False
+            option = positive
+            on = False
         if option is None:
             return self._no_option(word, values)
         if option.switch:
@@ -173,7 +182,8 @@ class _Line:
         if name.startswith("no_") and name[3:] in self.options:
             self.mistakes.append(f"{short(word)}: {flag(name[3:])} cannot be switched off; leave it out")
             return 0
-        meant, answer = option_meant(name, self.options), meant_by("answers").get(name.lower())
+        meant = option_meant(name, self.options)
+        answer = meant_by("answers").get(name.lower())
         if answer:
             self.mistakes.append(f"{short(word)}: {answer}")
         elif meant:
@@ -293,7 +303,8 @@ def _read_file(
     sections: dict[str, list[str]] = {"run": []}
     for each in options.values():
         sections.setdefault(each.section, []).append(each.name)
-    given, wrong = dict[str, Given](), list[str]()
+    given = dict[str, Given]()
+    wrong = list[str]()
     for section, table in tables.items():
         hinted = len(wrong) < MOST  # each hint costs a look at all names
         if not isinstance(table, dict):

@@ -31,11 +31,15 @@ def main(config: CacheTeacherConfig) -> int:
         show(f"cache-teacher {config.out}, dry run", plan, config.json)
         return 0
     if is_main():
-        cache, peak, ranks = LocalCache(config.out), peak_memory_mb(pick_device(config.device)), world_size()
-        manifest, losses = cache.manifest, {split: label_loss(cache[split]) for split in cache}
+        cache = LocalCache(config.out)
+        peak = peak_memory_mb(pick_device(config.device))
+        ranks = world_size()
+        manifest = cache.manifest
+        losses = {split: label_loss(cache[split]) for split in cache}
         known = {split: loss for split, loss in losses.items() if loss is not None}
         read = ", ".join(f"{loss:.3f} on {split} (perplexity {math.exp(loss):.4g})" for split, loss in known.items())
-        seconds, among = time.monotonic() - started, f" in {ranks} ranks" if ranks > 1 else ""
+        seconds = time.monotonic() - started
+        among = f" in {ranks} ranks" if ranks > 1 else ""
         stated = {name: getattr(manifest, name) for name in ("capture", "generated", "weights_cost")}
         show_cache(
             config.out,

@@ -48,7 +48,9 @@ def _commands() -> Iterator[tuple[str, dict[str, list[str] | None], str]]:
 
 def bash() -> str:
     """Return the script for bash: `source` it, or put it into a folder that bash-completion reads."""
-    known, cases, values = list(_commands()), [], []
+    known = list(_commands())
+    cases = []
+    values = []
     for name, found, places in known:
         cases.append(f'    {name}) flags="{" ".join(found)}" words="{places}" ;;')
         values += [f'    "{name} {each}") words="{" ".join(words)}" ;;' for each, words in found.items() if words]

@@ -87,7 +87,8 @@ def foresee(config: DistillConfig) -> tuple[float, str, int | None]:
     size = sequences = None
     if config.data.data is None and not config.cross_tokenizer:
         train = open_sources(config, config.cache)["train"]
-        size, sequences = train.facts.vocab_size, len(train)
+        size = train.facts.vocab_size
+        sequences = len(train)
     lr = config.optimizer.lr
     return (*table_rate(config, student, size), sequences) if isinstance(lr, str) else (lr, "--lr", sequences)
 

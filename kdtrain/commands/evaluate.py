@@ -126,7 +126,8 @@ def evaluate(config: EvaluateConfig, name: str) -> dict[str, Any]:
 def _refuse_text(config: EvaluateConfig, name: str) -> None:
     """Raise UsageError, before any weights are loaded, if the tokenizers differ, the text is too short or of another
     split, or its rows are longer than a spec's positions."""
-    place, data = tokenizer_place(name), config.data
+    place = tokenizer_place(name)
+    data = config.data
     own = None if config.cross_tokenizer else digest_of(place)
     settings = None if config.cache is None else open_cache(config.cache).manifest.settings
     if not (is_run(Path(name)) or is_checkpoint(Path(name).resolve())):
@@ -152,7 +153,8 @@ def _last_words(
     config: EvaluateConfig, student: SplitModel, tokenizer: Any, teacher: OnlineTeacher | None
 ) -> dict[str, Any]:
     """Return the share of passages whose last word student and teacher write, each in its own tokens."""
-    found, device = dict[str, Any](), next(student.parameters()).device
+    found = dict[str, Any]()
+    device = next(student.parameters()).device
     readers = {"last_word": (student.logits, tokenizer)}
     if teacher is not None:
         readers["teacher_last_word"] = (partial(teacher.logits, segments_BT=None), teacher.tokenizer)
@@ -176,14 +178,16 @@ def _source(
     teacher: OnlineTeacher | None = None
     vocab_size = student.vocab_size
     checks: list[Callable[[int, bool], None]] = [partial(check_fits, student, name)]
-    across, own = config.cross_tokenizer, digest_of(tokenizer)
+    across = config.cross_tokenizer
+    own = digest_of(tokenizer)
     if across:
         if tokenizer is None or own is None:
             raise UsageError(f"--student {name} has no tokenizer to match; leave --cross-tokenizer out")
         entries(name, load_tokenizer(tokenizer), vocab_size)
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         if config.cache is not None:
-            cache, split = open_cache(config.cache), config.data.split
+            cache = open_cache(config.cache)
+            split = config.data.split
             text: dict[str, Any]
             made_of = cache.manifest.settings.data.get("split")  # its train split may be another split of the source
             text = {"split": split, "cache": cache.manifest.digest}
@@ -193,7 +197,8 @@ def _source(
                 text["split"] = made_of
             apart = across and differ(config, own, cache.manifest.settings.tokenizer_digest)
         else:
-            apart, text = False, {"split": config.data.split, "data": config.data.data, "teacher": config.teacher}
+            apart = False
+            text = {"split": config.data.split, "data": config.data.data, "teacher": config.teacher}
             if config.teacher is not None:
                 spec = read_spec(config.teacher, "teachers")
                 teacher = open_online_teacher(spec, device, mode)

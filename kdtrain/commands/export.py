@@ -58,7 +58,8 @@ def main(config: ExportConfig) -> int:
 
 def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
     """Read the checkpoint to export: its path, student, state and adapters' base; refuse before any writing."""
-    out, found = config.out, ""
+    out = config.out
+    found = ""
     refuse_foreign(out)
     refuse_displacing(out, {"the run": config.run})
     if out.exists() and any(out.iterdir()) and not config.overwrite:
@@ -136,7 +137,8 @@ def _write(config: ExportConfig, path: Path, student: SplitModel, state: dict[st
         log.info("Next: %s", shown["next"])
     if (kind := state["student"].get("weights")) is None:
         return found
-    progress, merged = state["progress"], None
+    progress = state["progress"]
+    merged = None
     loss = progress["last_loss"] if progress["validated_step"] == step else None
     if result is not None and result.get("best_step") == step:
         merged = result.get("merged_validation_loss")

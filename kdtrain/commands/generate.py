@@ -151,7 +151,8 @@ class _Writer:
                 f"the prompt has {len(prompt):,} tokens, and {self.name} reads {self.positions:,}; shorten it"
             )
         self._say(title)
-        start, how = torch.tensor([prompt], device=self._device), (self._config.temperature, self._config.seed, row)
+        start = torch.tensor([prompt], device=self._device)
+        how = (self._config.temperature, self._config.seed, row)
         drawn = map(int, generate(self._next_logits, start, int(min(most, room)), *how))
         for token in takewhile(lambda each: each not in self.ends, drawn):
             tokens.append(token)
@@ -185,7 +186,8 @@ class _Talker(_Writer):
         self._messages: Messages = [] if config.system is None else [{"role": "system", "content": config.system}]
         self._first = len(self._messages)
         # the special token that the template writes behind an answer, if there is one
-        roles, special = ("user", "assistant", "user"), self.tokenizer.added_tokens_decoder
+        roles = ("user", "assistant", "user")
+        special = self.tokenizer.added_tokens_decoder
         with suppress(UsageError):
             opened, whole = (self.rendered([{"role": each, "content": "a"} for each in roles[:n]]) for n in (1, 3))
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, whole, strict=False)))
@@ -194,7 +196,8 @@ class _Talker(_Writer):
     def answer(self, line: str, row: int, title: str) -> None:
         """Answer a turn of the user; if the answer is interrupted, the conversation keeps the part written so far."""
         _refuse_bytes(line, "the turn")
-        messages, most = [*self._messages, {"role": "user", "content": line}], self._config.max_new_tokens
+        messages = [*self._messages, {"role": "user", "content": line}]
+        most = self._config.max_new_tokens
         room = self.positions - min(most, self.positions // 2)
         while len(prompt := self.rendered(messages)) > room and len(messages) > self._first + 1:
             log_once(logging.INFO, f"{self.name} reads {self.positions:,} tokens: the oldest turns are left out")

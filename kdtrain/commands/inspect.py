@@ -53,7 +53,8 @@ def main(config: InspectConfig) -> int:
         return 0
     assert config.path is not None
     address = parse_address(config.path)
-    path, kind = config.path, "cache elsewhere" if address else _kind(config.path)
+    path = config.path
+    kind = "cache elsewhere" if address else _kind(config.path)
     refuse(config.watch and kind not in ("run", "cache"), f"--watch is for runs and caches; {path} is a {kind}")
     if config.watch:
         return _watch(path, kind)
@@ -103,12 +104,17 @@ def _watch(path: Path, kind: str) -> int:
                 if kind == "run":
                     record = RunRecord.read(path, TAIL)
                     state, line = of_run.state_of(path, record)
-                    line, active = of_run.watch_line(record, line), state in of_run.ACTIVE
+                    line = of_run.watch_line(record, line)
+                    active = state in of_run.ACTIVE
                     lines = [*(of_run.health_lines(path, record) if active else ())]
                 elif found := progress(path):
-                    line, active, lines = found["progress"], found["making"] is not False, []
+                    line = found["progress"]
+                    active = found["making"] is not False
+                    lines = []
                 else:
-                    line, active, lines = f"finished: {heading(read_manifest(path).settings)}", False, []
+                    line = f"finished: {heading(read_manifest(path).settings)}"
+                    active = False
+                    lines = []
             show_page([line, *(each for each in lines if each not in before)])
             before = lines
             if not active:
@@ -271,7 +277,9 @@ def _shard(path: Path) -> _Found:
 def _model(path: Path) -> _Found:
     """Describe a model folder, such as an export: its architecture, size and tokenizer."""
     adapter = (path / ADAPTER_CONFIG).is_file()
-    shapes, dtypes, total = dict[str, int](), Counter[str](), 0
+    shapes = dict[str, int]()
+    dtypes = Counter[str]()
+    total = 0
     try:
         config = read_json(path / (ADAPTER_CONFIG if adapter else "config.json"), dict[str, Any])
         for file in sorted(path.glob("*.safetensors")):
@@ -308,7 +316,10 @@ def _folders(path: Path) -> dict[str, dict[str, Path]]:
 
 def _folder(path: Path) -> _Found:
     """Describe the runs and caches of a folder, each with its main numbers."""
-    found, runs, caches, kept = _folders(path), dict[str, Any](), dict[str, Any](), dict[str, str]()
+    found = _folders(path)
+    runs = dict[str, Any]()
+    caches = dict[str, Any]()
+    kept = dict[str, str]()
     for name, each in found["runs"].items():
         try:
             runs[name] = of_run.run_row(each, RunRecord.read(each, TAIL))
@@ -356,7 +367,8 @@ def _folder(path: Path) -> _Found:
 def _run_cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     named = row.get("cache") or "-"
     cache = " + ".join(Path(str(each)).name for each in (named if isinstance(named, list) else [named]))
-    test, names = as_table(row.get("test")), ("best_validation_loss", "teacher_validation_loss")
+    test = as_table(row.get("test"))
+    names = ("best_validation_loss", "teacher_validation_loss")
     losses = map(loss_text, (*map(row.get, names), test.get("loss")))
     numbers = (f"{number(row.get('step'))}/{number(row.get('steps'))}", *losses, duration(row.get("seconds")))
     return name, str(row.get("student") or "-"), cache, str(row.get("state")), *numbers, number(row.get("warnings"))
@@ -372,7 +384,8 @@ def _run_record(path: Path) -> dict[str, Any]:
     caches: dict[str, Any] = {}
     try:
         described = read_json(environment, dict[str, Any])
-        student, caches = described["student"], {"caches": described["caches"]} if "caches" in described else {}
+        student = described["student"]
+        caches = {"caches": described["caches"]} if "caches" in described else {}
     except (OSError, ValueError, KeyError):
         student = f"{environment.name} cannot be read"
     return {
@@ -451,7 +464,8 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 def _spec(path: Path) -> _Found:
     """Describe the recipe of a teacher or a student."""
-    teaches, word = str(path) in shipped("teachers") or path.parent.name == "teachers", quoted(path)
+    teaches = str(path) in shipped("teachers") or path.parent.name == "teachers"
+    word = quoted(path)
     spec = read_spec(str(path), "teachers" if teaches else "students")
     facts = {name: value for name, value in vars(spec).items() if value not in (None, (), {}, False)}
     if spec.lora is not None:

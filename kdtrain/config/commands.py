@@ -227,7 +227,10 @@ class DistillConfig(Extended):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def conflicts(self) -> Conflicts:
-        objective, hidden, many, given = self.objective, self.objective.hidden_loss, len(self.cache), self.cache_weights
+        objective = self.objective
+        hidden = self.objective.hidden_loss
+        many = len(self.cache)
+        given = self.cache_weights
         own_text = any(getattr(each, "own_text", False) for each in self.plugins.values())
         if (self.source == "cache" or self.cache) and not own_text:
             yield from _conflicts_of_sources(self.cache, self.teacher, self.data, "train")
@@ -299,7 +302,8 @@ class DistillConfig(Extended):
 
     def deciding(self) -> dict[str, dict[str, Any]]:
         """Return the options that decide the result of a run, by section."""
-        free, later = marked(DistillConfig, "free"), self.later()
+        free = marked(DistillConfig, "free")
+        later = self.later()
         tables = {
             section: {name: each for name, each in table.items() if name not in free and each != later.get(name, ...)}
             for section, table in sections(self).items()

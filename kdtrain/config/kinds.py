@@ -55,7 +55,8 @@ def read_words(words: Sequence[str], kind: Any) -> Any:
     """Convert `words` to a value of `kind`. UsageError: states which values fit."""
     if words == ["None"] and NoneType in get_args(kind):
         return None
-    items, count = _items(kind), words_wanted(kind)
+    items = _items(kind)
+    count = words_wanted(kind)
     kinds: Sequence[Any] = [kind]
     if items is not None:
         kinds = items[:1] * len(words) if count is None else items
@@ -87,7 +88,8 @@ def convert(value: Any, kind: Any) -> Any:
 
 def wanted(kind: Any) -> str:
     """Describe the values that fit `kind`, as a sentence."""
-    items, names = _items(kind), choices(kind)
+    items = _items(kind)
+    names = choices(kind)
     if items is not None and items[-1] is not ...:
         many = _MANY.get(items[0], "values") if len({*items}) == 1 else "values"
         return f"{len(items)} {many} are wanted, with a space between them"

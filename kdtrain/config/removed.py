@@ -81,7 +81,9 @@ class Renewed(NamedTuple):
 
 def renewed(command: str, table: Mapping[str, Any]) -> Renewed:
     """Return `table`, a section of a file or of a checkpoint, as today's version reads it."""
-    known, result, successors = removed_from(command), Renewed({}, [], []), dict[str, Any]()
+    known = removed_from(command)
+    result = Renewed({}, [], [])
+    successors = dict[str, Any]()
     for key, value in table.items():
         name = key.replace("-", "_")
         entry = known.get(f"{name} {value}") or known.get(name)

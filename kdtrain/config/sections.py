@@ -192,7 +192,8 @@ class ObjectiveConfig(Options):
 
     def conflicts(self) -> Conflicts:
         low, high, start, end = self.temperature_min, self.temperature_max, self.temperature, self.temperature_end
-        divergence, mode = self.divergence.partition(":")[0], f"--temperature-mode {self.temperature_mode}"
+        divergence = self.divergence.partition(":")[0]
+        mode = f"--temperature-mode {self.temperature_mode}"
         crossed = low is not None and high is not None and low >= high
         yield crossed, f"--temperature-min {low} must be below --temperature-max {high}"
         other = f"{mode} goes from {start:g} to {end:g}; give another --temperature or --temperature-end"

@@ -129,9 +129,11 @@ def options_of(
     default: an instance of it, whose values are the defaults.
     sections: the sections that plugins add; by default all.
     """
-    hints, found = get_type_hints(kind, include_extras=True), dict[str, Option]()
+    hints = get_type_hints(kind, include_extras=True)
+    found = dict[str, Option]()
     for each in sorted(dataclasses.fields(kind), key=lambda each: each.name == "json"):  # the last one in help
-        inner, value = hints[each.name], default_of(kind, each.name) if default is None else getattr(default, each.name)
+        inner = hints[each.name]
+        value = default_of(kind, each.name) if default is None else getattr(default, each.name)
         if not each.init or each.metadata.get("plugins"):  # the class computes it
             continue
         if dataclasses.is_dataclass(inner):
@@ -142,7 +144,8 @@ def options_of(
             found[each.name] = Option(kind, section, each.name, inner, each, value)
     own = {each.section for each in found.values()}
     for name, inner in (sections_of(kind) if sections is None else sections).items():
-        added, whose = options_of(inner, name), f"the section [{name}] of {inner.__module__}"
+        added = options_of(inner, name)
+        whose = f"the section [{name}] of {inner.__module__}"
         refuse(name in own, f"{whose} has the name of a command's own; rename it")
         for new in added.values():
             refuse(new.name in found, f"{whose}: its option '{new.name}' is taken; rename it")
@@ -174,7 +177,9 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
 
     UsageError: an unknown option, a value that does not fit, or a required one that is missing.
     """
-    known, added, hints = options_of(kind), sections_of(kind), get_type_hints(kind)
+    known = options_of(kind)
+    added = sections_of(kind)
+    hints = get_type_hints(kind)
     own: dict[str, dict[str, Any]] = {each.section: {} for each in known.values()}
     for name, value in options.items():
         if name not in known:
@@ -184,7 +189,8 @@ def configured(kind: type[T], config: T | None, options: Mapping[str, Any]) -> T
         before = known[other].default if config is None else getattr(section_of(config, known[other].section), other)
         if value == known[name].default and (present := options.get(other, before)) != known[other].default:
             raise UsageError(f"{flag(name)} {value} has no effect with {flag(other)} {present}; give a number")
-    given, plugins = own.pop("run", {}), dict(getattr(config, "plugins", {}))
+    given = own.pop("run", {})
+    plugins = dict(getattr(config, "plugins", {}))
     for section, values in own.items():
         base = default_of(kind, section) if config is None else section_of(config, section)
         if base is dataclasses.MISSING:
@@ -241,7 +247,8 @@ class Options:
             except UsageError as error:
                 raise UsageError(f"{flag(each.name)} {value!r}: {error}") from None
         for each in fields:
-            value, needs = getattr(self, each.name), each.metadata.get("needs")
+            value = getattr(self, each.name)
+            needs = each.metadata.get("needs")
             try:
                 refuse(
                     needs is not None

@@ -99,7 +99,8 @@ class TokenBytes:
             pieces[number] = b"" if each["special"] else spell_added(each["content"])
         for number in tokenizer.all_special_ids:
             if number is not None and 0 <= number < size:
-                special[number], pieces[number] = True, b""
+                special[number] = True
+                pieces[number] = b""
         starts = np.concatenate([[0], np.cumsum([len(each) for each in pieces])]).astype(np.int64)
         return cls(name, np.frombuffer(b"".join(pieces), np.uint8), starts, special)
 
@@ -138,7 +139,8 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 def _spelling(name: str, content: dict[str, Any]) -> tuple[_Spell, _Spell]:
     """Return the functions from the spelling of a token, and of an added one, to its bytes. UsageError: none exist."""
-    model, kind = content["model"], content["model"].get("type")
+    model = content["model"]
+    kind = content["model"].get("type")
     if model.get("dropout"):
         raise UsageError(f"{name} cuts a text at random (dropout = {model['dropout']}); take its dropout out")
     before = [*_steps(content["normalizer"]), *_steps(content["pre_tokenizer"])]

@@ -100,7 +100,8 @@ def assign(ranks: Sequence[float], withheld: Sequence[str]) -> list[str]:
         return assigned
     counts = Counter(ranks)
     order = sorted(counts, key=lambda each: (-counts[each], each))  # what is there most often stays in train
-    share, chosen = max(1, round(_SHARE * len(order))), dict[float, str]()
+    share = max(1, round(_SHARE * len(order)))
+    chosen = dict[float, str]()
     for split in reversed(withheld):
         chosen |= dict.fromkeys([order.pop() for _ in range(min(share, len(order) - 1))], split)
     return [chosen.get(each, "train") for each in ranks]
@@ -250,7 +251,8 @@ def _select(parts: Mapping[str, _Part], split: str) -> Iterator[Document]:
     if split != "train" and split in parts:
         yield from parts[split].documents()
         return
-    train, withheld = parts["train"], [s for s in SPLITS[1:] if s not in parts]
+    train = parts["train"]
+    withheld = [s for s in SPLITS[1:] if s not in parts]
     if train.count is None or train.count > SMALL:
         for document in train.documents():
             if by_hash(train.rank(document), withheld) == split:
@@ -308,7 +310,8 @@ def _stdlib(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
     if source != "stdlib":
         raise UsageError(f"{source}: stdlib has no subsets; use --data stdlib")
     _refuse_columns(source, columns, "name other --data")
-    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if s not in _STDLIB_LEFT_OUT and not s.startswith("config-")]
         for name in names:
@@ -319,9 +322,11 @@ def _stdlib(source: str, columns: Columns, streaming: bool) -> dict[str, _Part]:
 
 def _local(path: Path, columns: Columns, streaming: bool) -> dict[str, _Part]:
     if path.is_file():
-        root, names = path.parent, [path.name]
+        root = path.parent
+        names = [path.name]
     elif path.is_dir():
-        root, names = path, _of_one_sort(path, _files_in(path))
+        root = path
+        names = _of_one_sort(path, _files_in(path))
     else:
         raise UsageError(f"{path}: there is no such file or folder; --data takes stdlib, a path, or hf:NAME[:SUBSET]")
     suffixes = {_suffix(name) for name in names}
@@ -359,7 +364,8 @@ def _files_in(folder: Path) -> list[str]:
     Raises:
         UsageError: there is none, but links are.
     """
-    waiting, links = [("", os.path.realpath(folder))], deque[tuple[str, str]]()
+    waiting = [("", os.path.realpath(folder))]
+    links = deque[tuple[str, str]]()
     taken = {*map(str, Path(waiting[0][1]).parents)}
     found, left = list[str](), list[str]()
     while waiting or links:
@@ -461,7 +467,8 @@ def _rows(
         raise UsageError(f"{source}: holds no rows")
     if (below := getattr(rows, "below", None)) and columns in _DEFAULT and _KNOWN.isdisjoint(names):
         raise UsageError(f"{source}: its rows are below the key '{printable(below)}'; write that list alone")
-    form, tallies = row_format(source, columns, names), list[Tally]()
+    form = row_format(source, columns, names)
+    tallies = list[Tally]()
     count = None if streaming else len(rows)
     for column in form.columns if rows.features else ():
         _refuse_decoded(source, column, rows.features.get(column))

@@ -141,7 +141,8 @@ def row_format(source: str, wanted: Columns, names: Collection[str]) -> RowForma
     Raises:
         UsageError: they lack a column, or are in none of the formats.
     """
-    found, column = _format_of(source, wanted, names), "teacher_prompt"
+    found = _format_of(source, wanted, names)
+    column = "teacher_prompt"
     if not wanted.teacher:
         return found
     _refuse_missing(source, names, column, "option --teacher-prompts")
@@ -257,7 +258,8 @@ def _alpaca(key: str, row: Mapping[str, Any]) -> Document:
 
 
 def _completion(key: str, row: Mapping[str, Any]) -> Document:
-    prompt, completion = row["prompt"], row.get("completion")
+    prompt = row["prompt"]
+    completion = row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list | None):
         before, after = _messages(prompt), _messages(completion)
         try:
@@ -295,7 +297,8 @@ def _messages(value: Any) -> Messages:
         elif isinstance(name, str) and "value" in message:
             if name.lower() not in _ROLES:
                 raise LeftOut("with an unknown role", f"'{name}'")
-            turn, content = {"role": _ROLES[name.lower()]}, message.get("value")
+            turn = {"role": _ROLES[name.lower()]}
+            content = message.get("value")
         else:
             raise LeftOut("that are not conversations", "is not a conversation; it needs lists of role and content")
         texts: list[Any] = [content]

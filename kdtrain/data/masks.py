@@ -36,7 +36,9 @@ class Masks:
     """
 
     def __init__(self, split: str, seq_len: int, example: bool = False, counts: Counts | None = None) -> None:
-        self._split, self._seq_len, self._example = split, seq_len, example and bool(split)
+        self._split = split
+        self._seq_len = seq_len
+        self._example = example and bool(split)
         self.counts: Counts = {} if counts is None else counts
         self._lock = threading.Lock()
         self.documents = self.tokens = self.learned = self.long = self.refused = self.short = self.wide = 0
@@ -98,7 +100,8 @@ class Masks:
             if wanted and len(together) > sum(map(len, written)) + calls + _BEYOND * len(written):
                 self.wide += 1
                 self._first.setdefault("wide", document.key)
-            example, self._example = self._example, False
+            example = self._example
+            self._example = False
         if example:
             counted = "an example, %s: %d of %d tokens count, between %s %s"
             log.info(counted, document.key, label.sum(), len(label), OPENS, CLOSES)

@@ -49,7 +49,8 @@ def _permuted(seed: int, n: int, stream: int, epoch: int) -> _Indices:
 
 def batch(seed: int, start: int, size: int, n: int, stream: int = 0) -> _Indices:
     """Return the sequences at positions [start, start + size) of the stream over `n` sequences: int64 [size]."""
-    stop, pieces = start + size, [np.empty(0, dtype=np.int64)]
+    stop = start + size
+    pieces = [np.empty(0, dtype=np.int64)]
     while start < stop:
         epoch, offset = divmod(start, n)
         taken = min(n - offset, stop - start)
@@ -114,7 +115,8 @@ class MixedOrder:
         members_E, before_E = _turns(self.quotas)
         epochs, offsets = np.divmod(np.arange(start, start + size, dtype=np.int64), len(self))
         members = members_E[offsets]
-        places, found = epochs * np.array(self.quotas)[members] + before_E[offsets], np.empty(size, dtype=np.int64)
+        places = epochs * np.array(self.quotas)[members] + before_E[offsets]
+        found = np.empty(size, dtype=np.int64)
         for member, first in enumerate(self.firsts):
             own = np.flatnonzero(members == member)
             if len(own):  # their places follow each other: a member gives all of its own stream

@@ -61,7 +61,8 @@ def whole_rows(stream: Iterable[_Array], seq_len: int, filler: int) -> Iterator[
         return sum(map(len, row))
 
     def filled(parts: list[_Array]) -> PackedRow:
-        row, text = np.zeros(seq_len + 2, parts[0].dtype), np.concatenate(parts)
+        row = np.zeros(seq_len + 2, parts[0].dtype)
+        text = np.concatenate(parts)
         row["token"], row[: len(text)] = filler, text
         row["start"][np.cumsum([0, *map(len, parts)])] = True
         return _row(row[:-1], document_mask=True)
@@ -102,7 +103,8 @@ def _documents(stream: Iterable[_Array]) -> Iterator[_Array]:
 
 def _row(row: _Array, document_mask: bool) -> PackedRow:
     """Make a row of T + 1 tokens of a stream."""
-    label, start = row["label"][1:], row["start"]
+    label = row["label"][1:]
+    start = row["start"]
     mask = label & ~start[1:] if document_mask else label.copy()
     segments = np.cumsum(start[:-1], dtype=np.int32) - np.int32(start[0])
     kept = {name: row[name][1:].copy() for name in row.dtype.names or () if name not in _FIELDS}

@@ -126,7 +126,8 @@ def prompt_rows(
 
 def prompt_row(prompt: list[int], *, seq_len: int, max_new_tokens: int | None, filler: int) -> PackedRow:
     """Make a row of `prompt_rows`."""
-    tokens, mask = np.full(seq_len + 1, filler, dtype=np.int32), np.zeros(seq_len, dtype=np.bool_)
+    tokens = np.full(seq_len + 1, filler, dtype=np.int32)
+    mask = np.zeros(seq_len, dtype=np.bool_)
     tokens[: len(prompt)] = prompt
     mask[len(prompt) - 1 :][:max_new_tokens] = True
     return PackedRow(tokens, mask, np.zeros(seq_len, dtype=np.int32))
@@ -134,7 +135,8 @@ def prompt_row(prompt: list[int], *, seq_len: int, max_new_tokens: int | None, f
 
 def _before_answers(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast") -> Iterator[list[int]]:
     """Yield the tokens before the last answer of each document, where they leave room for one."""
-    masks, wide = Masks("", data.seq_len), 0
+    masks = Masks("", data.seq_len)
+    wide = 0
     encoder = Encoder(tokenizer, masks, opening=True, parse=data.parse_special_tokens)
     try:
         for each in corpus.documents_of(data, split_name, prompts=True):
@@ -200,7 +202,8 @@ def _pieces(document: Document) -> Iterator[_Piece]:
 
 def split_text(text: str) -> list[str]:
     """Split a text at line ends into pieces that are tokenized at once; none of an empty text."""
-    found, start = [], 0
+    found = []
+    start = 0
     while start < len(text):
         stop = start + _PIECE_CHARACTERS
         if stop < len(text):
@@ -219,7 +222,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[_Piece]]:
             characters += len(piece.text)
             if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
                 yield batch
-                batch, characters = [], 0
+                batch = []
+                characters = 0
     if batch:
         yield batch
 
@@ -271,7 +275,8 @@ class Encoder:
         with panics_refused(f"{self._name} cannot take this text"):
             written = self._backend.encode("a").ids[:1]
         self._bos = written if written == [tokenizer.bos_token_id] else []
-        self._eos, self._end = [tokenizer.eos_token_id], str(tokenizer.eos_token)
+        self._eos = [tokenizer.eos_token_id]
+        self._end = str(tokenizer.eos_token)
         self.filler: int = tokenizer.eos_token_id
         special = {token: each.content for token, each in tokenizer.added_tokens_decoder.items() if each.special}
         self._special = np.array(list(special), dtype=np.int64)
@@ -299,7 +304,8 @@ class Encoder:
             # a completion that spells its end has no second one
             texts.append(piece.text.removesuffix(self._end) if ends else piece.text)
         counts = Counter({SPELLED: len(self._spelled.findall("\0".join(texts)))})
-        backend, placed = self._literal, any(piece.prompt for piece in given)
+        backend = self._literal
+        placed = any(piece.prompt for piece in given)
         encode = backend.encode_batch if placed else backend.encode_batch_fast  # which gives no offsets
         with panics_refused(f"{self._name} cannot take this text"):
             encoded = zip(texts, encode(texts, add_special_tokens=False), strict=True)
@@ -381,7 +387,8 @@ class Encoder:
     def answer(self, document: Document) -> tuple[list[int], list[int]]:
         """Return the tokens before what is learned of a document, and these; empty where they are not in one piece."""
         stream, _ = self([_Piece(document, document.text or "", prompt=document.prompt)])
-        tokens, learned = stream["token"].tolist(), np.flatnonzero(stream["label"])
+        tokens = stream["token"].tolist()
+        learned = np.flatnonzero(stream["label"])
         if not len(learned) or learned[-1] - learned[0] >= len(learned):
             return [], []
         return tokens[: learned[0]], tokens[learned[0] : learned[-1] + 1]
@@ -412,7 +419,8 @@ class Encoder:
         for before, after in itertools.pairwise(borders):
             between = slice(before + 1, after)
             part = ids[between], starts[between], stops[between]
-            first, last = stops[before] if before >= 0 else 0, starts[after] if after < len(ids) else len(text)
+            first = stops[before] if before >= 0 else 0
+            last = starts[after] if after < len(ids) else len(text)
             if not quoted.keys().isdisjoint(text[first:last]):
                 spelled = [quoted.get(each, each) for each in text[first:last]]
                 origin = np.repeat(np.arange(first, last), [len(each) for each in spelled])

@@ -156,7 +156,8 @@ def _render_marked(tokenizer: "PreTrainedTokenizerFast", messages: Messages) -> 
 
 
 def _render_prefixes(render: Callable[..., str], key: str, messages: Messages) -> tuple[str, Spans]:
-    text, spans = render(messages), []
+    text = render(messages)
+    spans = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -175,7 +176,8 @@ def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: 
     one of a turn on, `text` is compared with shorter renderings: this turn ends where the rendering up to it does, and
     the next one begins where the template opens it for an answer.
     """
-    marks, marked = dict[str, int](), copy.deepcopy(messages)
+    marks = dict[str, int]()
+    marked = copy.deepcopy(messages)
 
     def mark(turn: int, edge: re.Match[str] | None = None) -> str:
         marks[character := chr(0xF0000 + len(marks))] = turn
@@ -191,7 +193,8 @@ def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: 
         elif not message["content"].strip():
             message["content"] += mark(turn)
     pieces = re.split(f"([{''.join(marks)}])", render(marked))
-    shown, places = pieces[1::2], [*itertools.accumulate(map(len, pieces[:-1:2]))]
+    shown = pieces[1::2]
+    places = [*itertools.accumulate(map(len, pieces[:-1:2]))]
     order = [marks[each] for each in shown]
     if "".join(pieces[::2]) != text or order != sorted(order) or {*order} != {*turns} or len({*shown}) < len(shown):
         raise RowRefused(
@@ -200,7 +203,8 @@ def _find_turns(render: Callable[..., str], key: str, messages: Messages, text: 
         )
     last = dict(zip(order, zip(shown, places, strict=True), strict=True))
     first = dict(zip(reversed(order), reversed(places), strict=True))
-    spans, since = list[tuple[int, int]](), 0
+    spans = list[tuple[int, int]]()
+    since = 0
     previous = nowhere = "\uffff"
     for turn in turns:
         opened = _behind(previous, render(marked[:turn], prompt=True))

@@ -56,7 +56,8 @@ class Rows:
 
     def __init__(self, paths: Sequence[Path], most: int) -> None:
         self._paths = paths
-        self._count, names = 0, dict[str, None]()
+        self._count = 0
+        names = dict[str, None]()
         for row in islice(self.select_columns(None), most + 1):
             self._count += 1
             names |= dict.fromkeys(row)
@@ -136,14 +137,19 @@ def _object(row: Any, where: str, escaped: bool) -> Row:
 
 def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     """Yield JSON objects that stand one after the other, or in a list, on any lines."""
-    decoder, scan = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), json.JSONDecoder().raw_decode
-    text, number, listed, piece = "", 0, False, b" "
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+    scan = json.JSONDecoder().raw_decode
+    text = ""
+    number = 0
+    listed = False
+    piece = b" "
     with open_regular(path) as file:
         while piece and len(text) < 2 * _MOST_OBJECT:
             piece = file.read(max(_PIECE, len(text)))
             text += decoder.decode(piece, final=not piece)
             if not number and not listed and text.lstrip()[:1] == "[":
-                listed, text = True, text.lstrip()[1:]
+                listed = True
+                text = text.lstrip()[1:]
             place = 0
             while text[(start := _gap(text, place, number)) : start + 1] not in ("", "]"):
                 where = f"{path}, row {number}"
@@ -160,7 +166,8 @@ def _json(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
                 if (entries := sum(text.count(each, start, stop) for each in "[{,")) > _ENTRIES:
                     raise UsageError(f"{where}: has {entries:,} entries; at most {_ENTRIES:,} are read")
                 yield _object(row, where, "\\u" in text[start:stop])
-                number, place = number + 1, stop
+                number = number + 1
+                place = stop
             text = text[place:].lstrip()
     if piece or text.strip().removeprefix(",").lstrip() != ("]" if listed else ""):
         raise UsageError(f"{path}: after row {number - 1} its list does not end as JSON does")
@@ -172,7 +179,8 @@ def _gap(text: str, place: int, row: int) -> int:
 
 
 def _csv(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
-    sep, names = "\t" if path.suffix.lower() == ".tsv" else ",", None
+    sep = "\t" if path.suffix.lower() == ".tsv" else ","
+    names = None
     with open_regular(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
         reader = csv.reader(_short_lines(text, path), delimiter=sep, strict=True)
         for cells in filter(None, _of_any_size(reader)):
@@ -247,7 +255,8 @@ def parquet_batches(path: Path, columns: Sequence[str], begin: float = 0.0) -> I
         rows = max(1, min(_AT_ONCE, _MOST_AT_ONCE // _refuse_unpacked(path, file, columns)))
         sizes = [file.metadata.row_group(each).num_rows for each in range(file.metadata.num_row_groups)]
         first = int(begin * len(sizes))
-        groups, number = [*range(first, len(sizes))], 1 + sum(sizes[:first])
+        groups = [*range(first, len(sizes))]
+        number = 1 + sum(sizes[:first])
         for batch in file.iter_batches(rows, row_groups=groups, columns=list(columns), use_threads=False):
             yield number, batch
             number += batch.num_rows
@@ -258,7 +267,8 @@ def _refuse_unpacked(path: Path, file: Any, columns: Sequence[str]) -> int:
 
     UsageError: a row group has more values, or more bytes, than its packed bytes can stand for.
     """
-    leaves, most = [file.schema.column(number) for number in range(len(file.schema))], 1
+    leaves = [file.schema.column(number) for number in range(len(file.schema))]
+    most = 1
     read = [number for number, leaf in enumerate(leaves) if leaf.path.split(".")[0] in columns]
     for which in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(which)

@@ -57,12 +57,14 @@ class Spelling:
                 texts |= {place: each.decode()} if each else {}
         spelled: list[list[int]] = [[]] * len(whole)
         for place, tokens in zip(texts, cut([*texts.values()]), strict=True):
-            rest, kept = whole[place], 0
+            rest = whole[place]
+            kept = 0
             for token in tokens[:DEEP]:  # a tokenizer may rewrite a text
                 own = student[token]
                 if not own or not rest.startswith(own):
                     break
-                rest, kept = rest[len(own) :], kept + 1
+                rest = rest[len(own) :]
+                kept = kept + 1
             spelled[place] = tokens[:kept]
         lengths = np.array([len(each) for each in spelled], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -77,7 +79,9 @@ class Spelling:
     def prefix(self) -> _Array:
         """int64 [L], a number for the token's spelling before this place: 0 for none, else equal for equal tokens."""
         lengths = np.diff(self.starts)
-        found, before, count = np.zeros(len(self.tokens), np.int64), np.zeros(len(lengths), np.int64), 0
+        found = np.zeros(len(self.tokens), np.int64)
+        before = np.zeros(len(lengths), np.int64)
+        count = 0
         tokens_V = np.arange(len(lengths))
         for depth in range(int(lengths.max(initial=0))):
             tokens_V = tokens_V[lengths[tokens_V] > depth]

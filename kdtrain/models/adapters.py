@@ -83,7 +83,8 @@ def inject(model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 
     UsageError: `peft` is not installed, or no layer, or one that cannot have an adapter, is named.
     """
-    peft, lora = optional("peft", "lora", "LoRA"), _whole(lora)
+    peft = optional("peft", "lora", "LoRA")
+    lora = _whole(lora)
     names = _targets(model, lora)
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -99,7 +100,8 @@ class _Sketch(nn.Module):
         outputs, inputs = base_layer.weight.shape
         if isinstance(base_layer, Conv1D):
             outputs, inputs = inputs, outputs
-        self.base_layer, self.dropout = base_layer, nn.Dropout(lora.lora_dropout or 0.0)
+        self.base_layer = base_layer
+        self.dropout = nn.Dropout(lora.lora_dropout or 0.0)
         self.lora_A = nn.Linear(inputs, lora.lora_rank, bias=False)
         self.lora_B = nn.Linear(lora.lora_rank, outputs, bias=False)
 
@@ -142,7 +144,8 @@ def _settings(lora: LoraConfig, names: list[str], transposed: bool, base: str | 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Return the names of the layers that get an adapter. UsageError: the options do not fit this model."""
-    head, targets = model.get_output_embeddings(), cast(str, lora.lora_targets)
+    head = model.get_output_embeddings()
+    targets = cast(str, lora.lora_targets)
     who = f"--lora-targets {printable(targets[:200])}"
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
     if targets == ALL_LINEAR:
@@ -206,7 +209,8 @@ def frozen_names(model: nn.Module) -> frozenset[str]:
 
 def frozen_digest(model: nn.Module, frozen: Iterable[str]) -> str:
     """Return the SHA-256 of these entries of the state dict: names as without adapters, dtypes, shapes and bytes."""
-    digest, entries = hashlib.sha256(), model.state_dict()
+    digest = hashlib.sha256()
+    entries = model.state_dict()
     for name in sorted(frozen):
         tensor = entries[name]
         digest.update(f"{name.replace('.base_layer.', '.')} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -216,7 +220,8 @@ def frozen_digest(model: nn.Module, frozen: Iterable[str]) -> str:
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the model with its adapters added to the weights, by the names without adapters."""
-    layers, state = adapted(model), dict[str, Tensor]()
+    layers = adapted(model)
+    state = dict[str, Tensor]()
     for name, tensor in model.state_dict().items():
         if not any(name.startswith(f"{layer}.") for layer in layers):
             state[name] = tensor
@@ -238,7 +243,8 @@ def write_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, out: Path
     # the last parts where they name the same layers, as people write them; peft would write a set, in any order
     settings.target_modules = sorted(leaves if alike == {*names} else names)
     settings.save_pretrained(out)
-    state, kind = model.state_dict(), torch.float32 if dtype is None else getattr(torch, dtype)
+    state = model.state_dict()
+    kind = torch.float32 if dtype is None else getattr(torch, dtype)
     tensors = {name: state[own].detach().cpu() for name, own in _names_in_files(model).items()}
     refuse_overflow(tensors, kind)
     save_file({name: each.to(kind).contiguous() for name, each in tensors.items()}, out / WEIGHTS, {"format": "pt"})
@@ -312,12 +318,14 @@ def fill_adapter(
 
     UsageError: adapters and tensors do not fit each other.
     """
-    names, state = _names_in_files(model), model.state_dict()
+    names = _names_in_files(model)
+    state = model.state_dict()
     with _open(folder) as file, torch.no_grad():
         if other := sorted({*names} ^ {*file.keys()}):
             raise UsageError(f"{folder} does not fit the adapters of the student: {printable(other[0][:120])}")
         for name, own in names.items():  # before one is read: they may be of any size
-            theirs, ours = file.get_slice(name).get_shape(), list(state[own].shape)
+            theirs = file.get_slice(name).get_shape()
+            ours = list(state[own].shape)
             if theirs != ours:
                 raise UsageError(
                     f"{folder}: {name} has shape {theirs}, the student's {ours}; give the base that it is of"

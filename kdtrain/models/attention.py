@@ -134,7 +134,8 @@ def causal_attention(
     query, key, value: [B, heads, T, head width]. attention_mask: `first_seen` [B, 1, T, 1], or None: no documents.
     sliding_window: how many tokens a position sees, itself included; None for all before it.
     """
-    length, softcap = query.shape[2], keywords.get("softcap")
+    length = query.shape[2]
+    softcap = keywords.get("softcap")
     if not torch.compiler.is_compiling():
         seen_windows.add(sliding_window)
     if sliding_window is not None and length <= sliding_window:

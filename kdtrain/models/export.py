@@ -146,7 +146,8 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     whole: Any = whole_model(model)
     if tokenizer is not None and whole.generation_config is not None:
         complete_generation(whole, tokenizer)
-    kind, merged = None if dtype is None else getattr(torch, dtype), None
+    kind = None if dtype is None else getattr(torch, dtype)
+    merged = None
     state = whole_state(whole, kind)
     if adapted(whole):
         merged = {name: each.to(kind) if each.is_floating_point() else each for name, each in state.items()}
@@ -175,7 +176,9 @@ def complete_generation(model: Any, folder: Path) -> None:
     Settings that came with the weights stay. Fresh weights have only those that transformers derives from their
     configuration, in which the end of text may stand in for a start that the tokenizer does not have.
     """
-    own, config, tokenizer = model.generation_config, model.config, load_tokenizer(folder)
+    own = model.generation_config
+    config = model.config
+    tokenizer = load_tokenizer(folder)
     ids = {f"{each}_token_id": _inside(config, getattr(tokenizer, f"{each}_token_id")) for each in SPECIAL}
     if own._from_model_config:
         given = generation_of(folder)

@@ -118,7 +118,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear | Conv1D, kind: str, device: torch.device, outline: bool = False) -> None:
         super().__init__()
-        self.kind, self.transposed = kind, isinstance(layer, Conv1D)
+        self.kind = kind
+        self.transposed = isinstance(layer, Conv1D)
         weight_OD = layer.weight.detach().T if self.transposed else layer.weight.detach()
         self.shape = weight_OD.shape
         form = _FORMATS[kind]
@@ -148,7 +149,9 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, packed: Tensor, scale: Tensor | None, kind: str, shape: torch.Size, dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(packed, scale)
-        ctx.kind, ctx.shape, ctx.dtype = kind, shape, x.dtype
+        ctx.kind = kind
+        ctx.shape = shape
+        ctx.dtype = x.dtype
         matrix_OD, scale_O = _FORMATS[kind].unpack(packed, scale, shape, dtype)
         y = x.to(dtype) @ matrix_OD.T
         y = y if scale_O is None else y * scale_O
@@ -186,7 +189,9 @@ def pack(
     """
     if kind == "nf4":
         optional("bitsandbytes", "nf4", "nf4")  # registers the operator of `_unpack_nf4`
-    head, parts, device = model.get_output_embeddings(), adapter_parts(model), device or model.device
+    head = model.get_output_embeddings()
+    parts = adapter_parts(model)
+    device = device or model.device
     narrow: dict[int, nn.Parameter] = {}  # tied weights stay so
     for name, layer in [*model.named_modules()]:
         if layer is head or isinstance(layer, nn.Embedding):

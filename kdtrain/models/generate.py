@@ -41,7 +41,8 @@ class Decoder:
 
     def __init__(self, model: SplitModel, width: int, inside: Callable[[], AbstractContextManager[object]]) -> None:
         self._model, self._width, self._inside = model, width, inside
-        self._past, self._held_BT = DynamicCache(), torch.empty(0, 0, dtype=torch.int64)
+        self._past = DynamicCache()
+        self._held_BT = torch.empty(0, 0, dtype=torch.int64)
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor) -> Tensor:
@@ -72,8 +73,10 @@ class Decoder:
         """Compare a beginning, a piece and single tokens behind it, by their keys, with one forward over all."""
         if "longrope" in str(getattr(self._model.model.config.get_text_config(), "rope_parameters", "")):
             return False
-        tokens_BT, past = default_probe(self._model.model)[:, :_PROBE], DynamicCache()
-        cut, length = tokens_BT.shape[1] // 2, tokens_BT.shape[1]
+        tokens_BT = default_probe(self._model.model)[:, :_PROBE]
+        past = DynamicCache()
+        cut = tokens_BT.shape[1] // 2
+        length = tokens_BT.shape[1]
         whole_BTV = self._logits(tokens_BT, last=length - cut).float()
         pieces = [slice(cut, cut + 3), *(slice(at, at + 1) for at in range(cut + 3, length))]
         try:
@@ -95,7 +98,8 @@ def decoding(
     model: SplitModel, width: int, inside: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Iterator[Decoder]:
     """Yield the `Decoder` of a model, whose attention looks back at keys within the block, where the model has any."""
-    whole, decoder = model.model, Decoder(model, width, inside)
+    whole = model.model
+    decoder = Decoder(model, width, inside)
     causal = whole.config.get_text_config()._attn_implementation == CAUSAL
     try:
         if model.keeps_keys is not False:
@@ -153,7 +157,8 @@ def draw(logits_BV: Tensor, chance_B: Tensor, temperature: float, top_p: float =
         return logits_BV.argmax(-1)
     # the largest is 0, so that no temperature overflows
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / max(temperature, 1e-100)
-    weights_BV, ids_BV = scaled_BV.exp().nan_to_num(), None
+    weights_BV = scaled_BV.exp().nan_to_num()
+    ids_BV = None
     if top_p < 1:
         weights_BV, ids_BV = torch.sort(weights_BV, dim=-1, descending=True, stable=True)
         before_BV = weights_BV.cumsum(-1) - weights_BV

@@ -218,7 +218,9 @@ class _Probe:
     """
 
     def __init__(self, pieces: SplitModel, tokens_BT: Tensor) -> None:
-        self.pieces, self.tokens_BT, self.cut = pieces, tokens_BT, tokens_BT.shape[1] // 2
+        self.pieces = pieces
+        self.tokens_BT = tokens_BT
+        self.cut = tokens_BT.shape[1] // 2
         self.logits_BTV = pieces(tokens_BT)
         effect = self.effect(of=slice(None, self.cut), on=slice(self.cut, None))
         self.bound = max(effect / 10, 1e-5 * _largest(self.logits_BTV))
@@ -230,13 +232,15 @@ class _Probe:
 
     def use_causal_attention(self) -> None:
         """Use `CAUSAL` if it supports all layers and the logits stay equal."""
-        model, config = self.pieces.model, self.pieces.model.config.get_text_config()
+        model = self.pieces.model
+        config = self.pieces.model.config.get_text_config()
         before = config._attn_implementation
         if not fits_causal(config):
             return
         model.set_attn_implementation(CAUSAL)
         seen_windows.clear()
-        equal, window = self._gives(self.logits_BTV, None), _window(config)
+        equal = self._gives(self.logits_BTV, None)
+        window = _window(config)
         # some models pass their window in the mask only, which `causal_attention` does not get
         if not equal or (window is not None and window not in seen_windows):
             model.set_attn_implementation(before)
@@ -356,7 +360,8 @@ def router_weight(model: nn.Module) -> float:
 def router_loss(model: nn.Module, router_logits: tuple[Tensor, ...]) -> Tensor:
     """Compute the auxiliary loss, a scalar, of the logits [B*T, experts] of the router of each layer."""
     whole = _base(model)
-    counts, function = experts_of(whole.config), _balancing(whole)
+    counts = experts_of(whole.config)
+    function = _balancing(whole)
     assert counts is not None and function is not None
     loss: Tensor = function(router_logits, *counts)
     return loss

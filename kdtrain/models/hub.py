@@ -322,7 +322,8 @@ def never_asking(offline: bool = False) -> Iterator[None]:
     with _asking_lock:
         now = (dynamic_module_utils.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE)
         _inside.append(_inside[0] if _inside else now)
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE = 0, now[1] or offline
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+        constants.HF_HUB_OFFLINE = now[1] or offline
     try:
         yield
     finally:
@@ -376,7 +377,8 @@ def attention_option(attention: str, config: PreTrainedConfig) -> str | None:
 
 def ask_config(spec: ModelSpec) -> PreTrainedConfig:
     """Load the configuration of a folder or hub id. Raises `UsageError`."""
-    source, revision = cast(str, spec.source), revision_of(spec)
+    source = cast(str, spec.source)
+    revision = revision_of(spec)
 
     def load() -> PreTrainedConfig:
         folder = _folder_of(source)

@@ -34,7 +34,8 @@ def passages(documents: Iterable[Document], tokenizer: Any, seq_len: int) -> Ite
             raise UsageError(f"{document.key} has no last word after others; --last-word takes passages")
         last = words[-1]
         coded = tokenizer(document.text[: last.end()], return_offsets_mapping=True, add_special_tokens=False)
-        ids, ends = coded["input_ids"], [end for _, end in coded["offset_mapping"]]
+        ids = coded["input_ids"]
+        ends = [end for _, end in coded["offset_mapping"]]
         own = sum(end > last.start() for end in ends)
         if own >= min(len(ids), seq_len):
             raise UsageError(

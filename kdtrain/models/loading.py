@@ -250,7 +250,8 @@ def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: in
 
 
 def _pretrained(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
-    source, trusted = cast(str, spec.source), spec.trust_remote_code
+    source = cast(str, spec.source)
+    trusted = spec.trust_remote_code
     config = ask_config(spec)
     attention = attention_option(spec.attention, config)
     options = {"revision": revision_of(spec), "dtype": dtype, "attn_implementation": attention}

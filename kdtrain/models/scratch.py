@@ -32,7 +32,8 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
 
     Raises `UsageError` for a layer the teacher does not have, and for any weight of another shape.
     """
-    count, modules = teacher.config.get_text_config().num_hidden_layers, dict(teacher.named_modules())
+    count = teacher.config.get_text_config().num_hidden_layers
+    modules = dict(teacher.named_modules())
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList) and len(module) == count]
     outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     if len(outermost) != 1:
@@ -51,7 +52,8 @@ def model_from_layers(spec: ModelSpec, teacher: PreTrainedModel, vocab_size: int
             f"{spec.name}: its output head is its embedding, and the teacher's is not; set tie_word_embeddings = false"
         )
     student = initialised(spec, config, seed=0)
-    given, weights = teacher.state_dict(), {}
+    given = teacher.state_dict()
+    weights = {}
     for name, tensor in student.state_dict().items():
         layer = re.match(rf"{re.escape(list_name)}\.(\d+)\.", name)
         source = f"{list_name}.{spec.layers[int(layer[1])]}.{name[layer.end() :]}" if layer else name

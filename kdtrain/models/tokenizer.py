@@ -158,7 +158,8 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     Only `TOKENIZER_FILES`, named chat templates and the generation settings beside them, and none by a link: a link may
     lead to a file of the user's. UsageError: one is a link, or cannot be read.
     """
-    names, named = (*TOKENIZER_FILES, GENERATION_CONFIG_NAME), folder / "additional_chat_templates"
+    names = (*TOKENIZER_FILES, GENERATION_CONFIG_NAME)
+    named = folder / "additional_chat_templates"
     paths = [*(folder / name for name in names if os.path.lexists(folder / name)), *sorted(named.glob("*.jinja"))]
     for path in (named, *paths):
         if path.is_symlink():

@@ -109,7 +109,8 @@ def entries_of(value: Any) -> Iterator[tuple[str, Any]]:
 def _growth(step: dict[str, Any]) -> int:
     """Return the most characters that a step makes of one character."""
     if "pattern" in step and "content" in step:
-        pattern, made = step["pattern"], _longest(step["content"])
+        pattern = step["pattern"]
+        made = _longest(step["content"])
         literal, regex = (pattern.get(kind) if isinstance(pattern, dict) else None for kind in ("String", "Regex"))
         if isinstance(literal, str) and literal:
             return max(1, -(-made // len(literal)))

@@ -49,7 +49,8 @@ def quoted(path: Path | str) -> str:
 
 def heading(record: RunRecord) -> str:
     """Describe which student is trained, from which data, in which number format and where."""
-    options, environment = as_table(record.options.get("run")), record.environment
+    options = as_table(record.options.get("run"))
+    environment = record.environment
     student = as_table(environment.get("student"))
     name = student.get("name") or (record.result or {}).get("student_name") or options.get("student")
     parameters = f", {short(count)} parameters" if isinstance(count := student.get("parameters"), int) else ""
@@ -236,7 +237,8 @@ def members(record: RunRecord) -> Iterator[Part]:
 
 def objective(record: RunRecord) -> str:
     """Return the objective in the words of a step's line."""
-    options, environment = as_table(record.options.get("objective")), record.environment
+    options = as_table(record.options.get("objective"))
+    environment = record.environment
     alpha = options.get("alpha")
     terms = as_table(environment.get("alignment")).get("terms")
     divergence = "+".join(map(str, terms[:2])) if isinstance(terms, list) else options.get("divergence")

@@ -67,7 +67,8 @@ def setup_logging(file: Path | None = None, quiet: bool = False) -> None:
 def hushed() -> Iterator[None]:
     """Keep lines logged in the block off stderr, where bars stay; log files get them."""
     global _hushed
-    before, _hushed = _hushed, True
+    before = _hushed
+    _hushed = True
     setup_logging()
     try:
         yield
@@ -264,7 +265,10 @@ class StepText:
     """
 
     def __init__(self, alpha: float, divergence: str, hidden: float | None, learned: bool, router: float = 0.0) -> None:
-        self.alpha, self.name, self.hidden, self.learned = alpha, term_name(divergence), hidden, learned
+        self.alpha = alpha
+        self.name = term_name(divergence)
+        self.hidden = hidden
+        self.learned = learned
         self.router = router
         self.window: deque[tuple[float, ...]] = deque(maxlen=AVERAGED)
 
@@ -309,7 +313,8 @@ def one_line(head: str, parts: Mapping[str, str], width: int = 74) -> str:  # be
 
 def validation_line(step: int, numbers: Mapping[str, float], before: float | None, best: bool) -> str:
     """Return the line of a validation: its loss, the change since the last, the teacher's, and whether it is best."""
-    loss, teacher = numbers["validation/loss"], numbers.get("validation/teacher_loss")
+    loss = numbers["validation/loss"]
+    teacher = numbers.get("validation/teacher_loss")
     change = "" if before is None else f" ({loss - before:+.3f})"
     text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
     text += ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")

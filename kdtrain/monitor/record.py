@@ -78,7 +78,8 @@ class RunRecord:
         """
         if not (folder := as_path(folder, "folder")).is_dir():
             raise UsageError(f"{folder} is not a run")
-        metrics, diagram = [], list[dict[str, float]]()
+        metrics = []
+        diagram = list[dict[str, float]]()
         for _, record in lines(folder / "metrics.jsonl", last):
             if record is not None and 0 <= record["step"] <= _LARGEST:
                 found = {name: math.nan if value is None else value for name, value in record.items()}
@@ -191,7 +192,8 @@ def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, 
         elif length > MOST_BYTES:
             raise ValueError(f"{path}: it has more than {MOST_BYTES:,} bytes")
         for line in iter(lambda: file.readline(SMALL), b""):
-            text, record = line.decode(errors="replace").rstrip("\n"), None
+            text = line.decode(errors="replace").rstrip("\n")
+            record = None
             with suppress(ValueError):
                 found = typed(parse_json(line.decode()), dict[str, Any])
                 typed(found.get("step"), int)

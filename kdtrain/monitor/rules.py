@@ -98,8 +98,10 @@ class Signs(Logged):
     @classmethod
     def of(cls, folder: Path, record: RunRecord, now: float) -> "Signs":
         """Read the signs of the run in `folder`; `now` in seconds since 1970."""
-        steps, validations = record.steps[-WINDOW * 4 :], record.validations
-        last, newest = int(record.metrics[-1]["step"]) if record.metrics else 0, steps[-1] if steps else {}
+        steps = record.steps[-WINDOW * 4 :]
+        validations = record.validations
+        last = int(record.metrics[-1]["step"]) if record.metrics else 0
+        newest = steps[-1] if steps else {}
         timed = [(time, each) for each in steps[-WINDOW:] if (time := _seconds(each)) is not None]
         total = math.fsum(time for time, _ in timed)
         validated = {int(each["step"]) for each in validations}
@@ -222,7 +224,9 @@ def flat(signs: Signs) -> str | None:
     finite = [each for each in signs.validations if math.isfinite(each[1])]
     if len(finite) <= _PATIENCE or signs.teacher_loss is None:
         return None
-    first, best, teacher = finite[0][1], min(loss for _, loss in finite), signs.teacher_loss
+    first = finite[0][1]
+    best = min(loss for _, loss in finite)
+    teacher = signs.teacher_loss
     if not 0 < first - best < _MOVED * (first - teacher):  # never below the first: a plateau
         return None
     return f"validation began at {first:.3f} and is at {best:.3f} after step {finite[-1][0]:,} (teacher {teacher:.3f})"
@@ -278,7 +282,8 @@ def clipped(signs: Signs) -> str | None:
     Clipping alone is no fault, it shortens a step: fresh small students learn best at a rate at which most steps are
     clipped (docs/quality.md).
     """
-    losses, half = signs.clipped_losses, CLIPPED // 2
+    losses = signs.clipped_losses
+    half = CLIPPED // 2
     if len(losses) < CLIPPED or signs.clipped_share <= _CLIPPED_SHARE:
         return None
     earlier, later = math.fsum(losses[:half]) / half, math.fsum(losses[half:]) / half

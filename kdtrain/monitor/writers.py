@@ -53,7 +53,8 @@ class Writers:
     ) -> None:
         self.folder, self.observers = folder, observers
         self.loggers: list[Logger] = [LOGGERS.get(name)(folder, text, resume_step) for name, text in config.loggers]
-        self.shows_histograms, self.failure = bool(self.loggers), ""
+        self.shows_histograms = bool(self.loggers)
+        self.failure = ""
         for name in ("metrics.jsonl", "samples.jsonl"):
             _forget(folder / name, resume_step, -1 if validated_step is None else validated_step)
         _forget(folder / "events.jsonl", math.inf, math.inf)
@@ -86,7 +87,8 @@ class Writers:
         record = {"time": time.time(), "event": kind, "level": level, "step": step, **details}
         for each in self.observers:  # first: the disk may be full
             each.event(record)
-        path, text = self.folder / "events.jsonl", json.dumps(record) + "\n"
+        path = self.folder / "events.jsonl"
+        text = json.dumps(record) + "\n"
         if self.failure:
             publish_text(path, path.read_text().removesuffix(self.failure) + text + self.failure, "monitor.failure")
         else:

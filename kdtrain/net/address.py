@@ -59,7 +59,8 @@ def parse_address(where: Path | str) -> Address | None:
     found = _SCHEME.match(text)
     if found is None:
         return None
-    scheme, shown = (found[1] or found[2]).lower(), shown_address(text)
+    scheme = (found[1] or found[2]).lower()
+    shown = shown_address(text)
     if len(text) > _LONGEST or not text.isprintable() or " " in text:
         raise UsageError(f"{shown}: an address has no spaces and at most {_LONGEST} characters; give {_SHAPE}")
     if scheme == "hf":

@@ -67,7 +67,8 @@ def fetch_file(
     from huggingface_hub import errors, hf_hub_url
     from huggingface_hub.utils import tqdm
 
-    client, repository = api(), cast(str, address.repository)
+    client = api()
+    repository = cast(str, address.repository)
     if not again and re.fullmatch(r"[0-9a-f]{40}", address.revision) and (there := kept_file(address, name)):
         return there
     url = hf_hub_url(repository, name, repo_type=kind, revision=address.revision, endpoint=client.endpoint)
@@ -125,7 +126,8 @@ def ask(where: object, question: Callable[[], Answer], retry: Retry = RETRY) -> 
             if code is None and not isinstance(error, ValueError | TypeError):
                 words, kind = reason(error)
             elif code in LATER or (code or 0) >= 500:
-                words, kind = f"it answers {code}", ""
+                words = f"it answers {code}"
+                kind = ""
             else:
                 line = printable(" ".join(str(error).split()))[:200] or type(error).__name__
                 raise UsageError(f"{where}: the hub refuses it ({line}); check the name, and {LOGIN}") from error

@@ -183,7 +183,8 @@ def download(
         Unreachable: no answer. UsageError: it is not there, or needs a permission.
         RunError: it is another file than was stated, or the disk refuses.
     """
-    left, largest = retry, _size(part)
+    left = retry
+    largest = _size(part)
     for second in (False, True):
         while True:
             try:
@@ -193,7 +194,8 @@ def download(
             except Passing as problem:
                 gained = _size(part) - largest  # what a server takes back is no progress
                 if gained > min(0.01 * most, 0.1 * (most - largest)):
-                    left, largest = retry, largest + gained
+                    left = retry
+                    largest = largest + gained
                 left = pause(left, str(problem), f"{what} cannot be fetched", wait=problem.wait, far=problem.far)
         if sha256 is None or file_digest(part) == sha256:
             return
@@ -217,7 +219,8 @@ def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact
     session.until = time.monotonic() + _MINUTE
     try:
         with _follow(session, url, {"Range": f"bytes={have}-"} if have else {}, what) as answer:
-            stated, raw = answer.headers.get("Content-Range", ""), cast(Any, answer.raw)
+            stated = answer.headers.get("Content-Range", "")
+            raw = cast(Any, answer.raw)
             total: int | None = raw.length_remaining
             if answer.status_code == 206 and (found := _RANGE.fullmatch(stated)) and int(found[1]) == have:
                 total = None if found[2] == "*" else int(found[2])
@@ -228,7 +231,8 @@ def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact
                 have = 0
             if total is not None:
                 refuse_size(what, total, most, exact)
-            start, began = have, time.monotonic()
+            start = have
+            began = time.monotonic()
             with writing(part):
                 part.touch()
                 os.truncate(part, start)

@@ -58,7 +58,10 @@ class Alpha(nn.Module):
         super().__init__()
         if not 0 <= as_number(start, "--alpha") <= 1:
             raise UsageError(f"--alpha {start} is not between 0 and 1")
-        self.start, self.end, self.total_steps, self.shape = float(start), end, total_steps, shape
+        self.start = float(start)
+        self.end = end
+        self.total_steps = total_steps
+        self.shape = shape
         self.fixed = self.start if shape == "constant" else None
         """The weight of every step; None where it moves."""
         self.step = 0
@@ -114,7 +117,8 @@ class MeasuredAlpha(Alpha):
         self.register_buffer("trained", torch.zeros(size, 3, dtype=torch.float64))
         self.register_buffer("then", torch.zeros(size, 2, dtype=torch.float64))
         self.register_buffer("taught", torch.tensor(taught), persistent=False)
-        self.fixed, self.passes = None, (1.0,) * size
+        self.fixed = None
+        self.passes = (1.0,) * size
         self.by_forward = True
         """Whether each forward in training moves it; a trainer that counts steps clears this, and calls `update`."""
         self.hinted = False
@@ -162,7 +166,8 @@ class MeasuredAlpha(Alpha):
         what it had.
         """
         begun_M4 = torch.where(self.known[:, 2:3] < 0, self.known.new_tensor([0.0, -1.0, MOST, 0.0]), self.known)
-        rows, shown = begun_M4.tolist(), [each.differs and not too_few(each.tokens) for each in measured]
+        rows = begun_M4.tolist()
+        shown = [each.differs and not too_few(each.tokens) for each in measured]
         for row, each, differs in zip(rows, measured, shown, strict=True):
             if differs:
                 excess = -1.0 if math.isnan(each.divergence) else max(each.divergence / each.tokens - each.gap, 0.0)
@@ -179,7 +184,8 @@ class MeasuredAlpha(Alpha):
         teacher_M = teacher_M * torch.where(theirs_M > 0, own_M / theirs_M.clamp(min=1), 1.0)  # the same bytes
         now_M2 = torch.stack([student_M, teacher_M], 1) / tokens_M.clamp(min=1)[:, None]
         counts_M1 = ((tokens_M > 0) & self.taught & now_M2.isfinite().all(1))[:, None]
-        before_M2, steps_M1 = self.trained[:, :2], self.trained[:, 2:] + 1
+        before_M2 = self.trained[:, :2]
+        steps_M1 = self.trained[:, 2:] + 1
         moved_M2 = before_M2 + (now_M2 - before_M2) / steps_M1.clamp(max=_AVERAGED)
         if not self.by_forward:
             self.then.copy_(torch.where(counts_M1 & (steps_M1 <= _AVERAGED), moved_M2, self.then))

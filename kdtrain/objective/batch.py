@@ -76,7 +76,8 @@ class Collator:
 
     def batch(self, fields: Mapping[str, Tensor]) -> Batch:
         """Make a batch of named tensors. UsageError: a tensor is missing, or caches with different codecs are mixed."""
-        tokens, segments = fields["tokens"], fields.get("segments")
+        tokens = fields["tokens"]
+        segments = fields.get("segments")
         segments = torch.zeros_like(tokens[:, :-1]) if segments is None else segments
         return Batch(tokens, fields["loss_mask"], segments, self.targets(fields))
 

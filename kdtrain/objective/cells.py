@@ -74,15 +74,18 @@ class CellIndex:
             return replace(cells, ids=torch.cat([first_RK, labels_R[:, None]], 1))
         # a cell comes once in a row: a masked row has 0 throughout, and none of it is worth a fold but the first
         again_RK = torch.nn.functional.pad(cell_RK[:, 1:] == cell_RK[:, :1], (1, 0))
-        absent_RK, own_R = cells.absent | again_RK, self.column[labels_R]
+        absent_RK = cells.absent | again_RK
+        own_R = self.column[labels_R]
         named_RK = (cell_RK == own_R[:, None]) & ~absent_RK
         several_R = (own_R < self.count) & (self.size[own_R] > 1)
-        folded_R, group_R = named_RK.any(1) & several_R, None
+        folded_R = named_RK.any(1) & several_R
+        group_R = None
         if within_R is not None:
             wanted_R = within_R & several_R & ~absent_RK[:, 0]
             added_R = wanted_R & ~folded_R
             column_R = torch.where(added_R, cell_RK.shape[1], named_RK.long().argmax(1))
-            group_R, folded_R = torch.where(wanted_R, column_R, -1), folded_R | added_R
+            group_R = torch.where(wanted_R, column_R, -1)
+            folded_R = folded_R | added_R
             added_token_R = torch.where(added_R, self.member[self.start[own_R]], first_RK[:, 0])
             first_RK = torch.cat([first_RK, added_token_R[:, None]], 1)
             absent_RK = torch.cat([absent_RK, ~added_R[:, None]], 1)
@@ -100,10 +103,12 @@ class CellIndex:
 
     def fold(self, z_RV: Tensor, entries: Entries, labels_R: Tensor, total: int | None = None) -> Folded:
         """Fold the cells of the entries in place, and take the entries' logits. total: see `totals`, if it is known."""
-        ids_RK, apart_R = entries.ids[:, :-1], entries.apart
+        ids_RK = entries.ids[:, :-1]
+        apart_R = entries.apart
         assert apart_R is not None
         rows, kept = ids_RK.shape
-        cell_RK, size_RK = self.column[ids_RK], self._sizes(entries)
+        cell_RK = self.column[ids_RK]
+        size_RK = self._sizes(entries)
         sizes = size_RK.flatten()
         every = torch.arange(rows * kept, device=z_RV.device)
         group_P = torch.repeat_interleave(every, sizes, output_size=total)

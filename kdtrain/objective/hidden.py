@@ -48,7 +48,8 @@ class HiddenLoss(nn.Module):
         assert kind in KINDS
         self.kind = kind
         self.student_layers, self.teacher_layers = (tuple(pair[side] for pair in layers) for side in (0, 1))
-        generator, self.projections = torch.Generator().manual_seed(seed), nn.ParameterList()
+        generator = torch.Generator().manual_seed(seed)
+        self.projections = nn.ParameterList()
         for narrow, wide in widths:
             start = torch.eye(wide)
             if wide != narrow:

@@ -138,9 +138,11 @@ class DistillationLoss(nn.Module):
             output = self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
         else:
             # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
-            head, sizes = head.gathered(), [rows for rows, _ in targets.parts]
+            head = head.gathered()
+            sizes = [rows for rows, _ in targets.parts]
             split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
-            outputs, members = [], targets.members or (0,) * len(sizes)
+            outputs = []
+            members = targets.members or (0,) * len(sizes)
             for (hidden_RD, labels_R, mask_R, (_, part)), member in zip(split, members, strict=True):
                 one = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), weights, member, **options)
                 outputs.append(one if part is not None else one._replace(ce_alone=one.ce))

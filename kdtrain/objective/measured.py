@@ -79,7 +79,8 @@ def measured(
         if batch is None:
             return None
         labels_N, mask_N = (rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask))
-        hidden_ND, start = student.hidden_eager(batch), 0
+        hidden_ND = student.hidden_eager(batch)
+        start = 0
         head = student.model.head.gathered(student.vocab_size)
         parts = () if batch.targets is None else batch.targets.parts or ((len(hidden_ND), batch.targets),)
         for size, targets in parts:
@@ -123,7 +124,8 @@ def grouped(losses_N3: Tensor, mask_N: Tensor, starts_N: Tensor | None, length: 
     ones_N1 = torch.ones(len(mask_N), 1, dtype=torch.float64)
     if starts_N is None:
         return torch.cat([ones_N1, losses_N3], 1)[mask_N]
-    starts_N, begins_N = starts_N.cpu(), torch.arange(len(mask_N)) % length == 0
+    starts_N = starts_N.cpu()
+    begins_N = torch.arange(len(mask_N)) % length == 0
     first_G = (starts_N | begins_N).nonzero().squeeze(1)
     end_G = torch.cat([first_G[1:], torch.tensor([len(mask_N)])])
     columns_N4 = torch.cat([ones_N1, losses_N3[:, :2], (~mask_N).double()[:, None]], 1)

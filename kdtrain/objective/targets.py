@@ -350,9 +350,11 @@ class SparseTargets(Targets):
         # An index without dimensions would be read by the host, which then waits for the device.
         right = torch.bucketize(inside[None], ascending).clamp(1, len(self.knots) - 1)
         ends = torch.cat([right - 1, right])
-        left, width = ascending[ends[:1]], ascending[ends].diff()
+        left = ascending[ends[:1]]
+        width = ascending[ends].diff()
         t = (inside - left) / width
-        values_N2, slopes_N2 = values_NG[:, ends], slopes_NG[:, ends] * width
+        values_N2 = values_NG[:, ends]
+        slopes_N2 = slopes_NG[:, ends] * width
         # Weights [2] of the two end values, and of the two end slopes times the width; then their slopes in t.
         of_values = torch.cat([(1 + 2 * t) * (1 - t) ** 2, t**2 * (3 - 2 * t)])
         of_slopes = torch.cat([t * (1 - t) ** 2, t**2 * (t - 1)])
@@ -417,7 +419,8 @@ class SparseTargets(Targets):
         return TAILS.get(tail).events(self, statistics, beta)  # type: ignore[no-any-return]
 
     def compare(self, z_RV: Tensor, labels_R: Tensor, head: HeadPart) -> Comparison:
-        statistics, one = self.statistics(z_RV, labels_R, head), torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
+        statistics = self.statistics(z_RV, labels_R, head)
+        one = torch.ones((), dtype=z_RV.dtype, device=z_RV.device)
         divergence = self.events("sampled" if self.num_samples else "ghost", statistics, one)
         if not self.top_k:
             return Comparison(divergence, divergence, None)

@@ -68,7 +68,8 @@ class ModelFootprint:
         if whole is None:
             return replace(self, **cut, cut=ranks)
         same = min(whole * self.layers, self.kept)
-        kept, by_checkpoints = same + (self.kept - same) / ranks, self.kept_by_checkpoints / ranks
+        kept = same + (self.kept - same) / ranks
+        by_checkpoints = self.kept_by_checkpoints / ranks
         once = {name: getattr(self, name) / ranks for name in ("kept_once", "kept_once_by_checkpoints")}
         return replace(self, **cut, **once, cut=ranks, kept=kept, kept_by_checkpoints=by_checkpoints)
 
@@ -112,7 +113,8 @@ def model_footprint(
             sketch(model, spec.lora)
         if freeze_head:
             model.get_output_embeddings().requires_grad_(False)
-        layers, head = layers_of(model), model.get_output_embeddings()
+        layers = layers_of(model)
+        head = model.get_output_embeddings()
         inside = [each for layer in layers for each in layer.parameters()]
         sizes = {
             "parameters": sum(each.numel() for each in model.parameters()),
@@ -155,7 +157,8 @@ def model_footprint(
 def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float, float]:
     """D of the last hidden states, and the bytes that autograd keeps of other tensors: a token, and once a forward."""
     own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
-    dtype, sizes = head_dtype(mode), []
+    dtype = head_dtype(mode)
+    sizes = []
     for sequences in (1, 2):
         kept: dict[int, Any] = {}  # the storages themselves, so that no address is reused
 

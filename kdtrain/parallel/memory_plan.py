@@ -260,7 +260,9 @@ def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
 
 def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
     """Return the bytes by part at each moment, from a table that has a part's bytes at each of `MOMENTS`."""
-    student, teacher, tokens = job.student, job.teacher, job.micro(world) * job.seq_len
+    student = job.student
+    teacher = job.teacher
+    tokens = job.micro(world) * job.seq_len
     shared, by_teacher = ((plan.shard_size or world) if each == "fsdp" else 1 for each in (plan.student, plan.teacher))
     masters = (4 + job.state_bytes) * student.trained / shared
     held = forward = gathered = 0.0
@@ -353,7 +355,8 @@ def plan_run(
         own.parallel != "auto" or own.teacher_parallel != "auto" or own.shard_size is not None
     ):
         log.info("one process holds everything: --parallel, --teacher-parallel and --shard-size are for torchrun")
-    world, proposed = _data_ranks(config), ""
+    world = _data_ranks(config)
+    proposed = ""
     if job is not None and free is not None and own.parallel == "auto" and own.tensor_parallel == 1:
         proposed = propose(config, job, free, can_cut)
     plan = choose(own, world, online=config.online, job=job, free=free, proposed=proposed)
@@ -366,7 +369,8 @@ def propose(config: DistillConfig, job: Job, free: float, can_cut: Callable[[int
     Tensor ranks of a node first, as few as fit, then sharded parts: only within a node are activations exchanged as
     fast as they are needed. can_cut: see `plan_run`.
     """
-    world, own = _data_ranks(config), config.parallel
+    world = _data_ranks(config)
+    own = config.parallel
     if world == 1 or _fits(replace(own, parallel="ddp", accumulate="auto"), world, job, free):
         return ""
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or min(world, 8))
@@ -419,7 +423,8 @@ def job_of(
     measured = student_footprint(student, vocab_size, **how)
     if measured is None or (config.online and teacher is None):
         return None
-    narrow, quantization = head_dtype(mode), config.quantization
+    narrow = head_dtype(mode)
+    quantization = config.quantization
     rows = chunk_rows(measured.vocabulary, measured.width, narrow or torch.float32, device.type)
     in_memory = device.type == "cpu" and quantization.time_resume and quantization.quant_snapshot == "memory"
     job = Job(

@@ -365,7 +365,8 @@ def fsdp(
     """
     inside = sum(padded(shape, sharing) for layer in layers for shape in layer)
     outside = sum(padded(shape, sharing) for shape in root)
-    groups, scatters = len(layers) + 1, micro_batches if accumulate == "sharded" else 1
+    groups = len(layers) + 1
+    scatters = micro_batches if accumulate == "sharded" else 1
     trained = inside + outside - sum(padded(shape, sharing) for shape in frozen)
     calls = {"all_gather": micro_batches * (2 * groups - 1), "reduce_scatter": scatters * groups}
     return Traffic(

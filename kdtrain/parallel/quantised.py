@@ -28,7 +28,8 @@ class PartProduct:
     """
 
     def __init__(self, product: Any, mesh: Any, style: str) -> None:
-        self.mesh, inputs = mesh, style == "rowwise"
+        self.mesh = mesh
+        inputs = style == "rowwise"
         self.own: Product = product.across(WeightParts(mesh, int(inputs)))
         self.gradient = [Shard(1) if inputs else Partial()]
         self.result = [Partial() if inputs else Shard(1)]

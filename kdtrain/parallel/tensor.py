@@ -57,7 +57,8 @@ from kdtrain.precision.formats import Formats
 from kdtrain.precision.modes import Switch
 from kdtrain.ranks import all_reduce_sum, world_size
 
-_CUT, _SUMMED = ("colwise", "rowwise"), "replicated_with_grad_allreduce"
+_CUT = ("colwise", "rowwise")
+_SUMMED = "replicated_with_grad_allreduce"
 _HEADS, _KEYS = "num_attention_heads", "num_key_value_heads"
 _COUNTS = (_HEADS, _KEYS, "intermediate_size")
 _OF_KEYS = ("k_proj", "v_proj")
@@ -78,7 +79,8 @@ def refuse_plan(
     Raises:
         UsageError: it has none, or none that `size` ranks can follow; the message names what can be.
     """
-    text, instead = config.get_text_config(), f"use {option.replace('tensor-parallel', 'parallel fsdp')}"
+    text = config.get_text_config()
+    instead = f"use {option.replace('tensor-parallel', 'parallel fsdp')}"
     for library, least in _LEAST.items():
         if TorchVersion(found := metadata.version(library)) < least:
             raise UsageError(
@@ -117,7 +119,8 @@ def refuse_with(
 
     facts: of the data, if they are known.
     """
-    size, choice = config.parallel.tensor_parallel, formats.choice
+    size = config.parallel.tensor_parallel
+    choice = formats.choice
     option = f"{STUDENT} {size}"
     multiple: Any = 1 if choice is None else getattr(choice.backend, "part_multiple", None)
     dense = config.online or (facts is not None and any(each.targets == "dense" for each in facts.taught or [facts]))
@@ -185,8 +188,10 @@ def apply(
     Raises:
         UsageError: the plan does not fit the model, or does not give its hidden states and gradients.
     """
-    whole, mesh = whole_model(model), layout.tensor_mesh
-    name, size = type(whole).__name__, layout.tensor_size
+    whole = whole_model(model)
+    mesh = layout.tensor_mesh
+    name = type(whole).__name__
+    size = layout.tensor_size
     if not model.fused:
         raise UsageError(f"{option} needs an output head that is split off: {model.reason}")
     plan = refuse_plan(whole.config, name, size, vocab_size, option)
@@ -206,7 +211,8 @@ def apply(
         cutting.draws = DrawsApart(layout.tensor_rank, device)
     for each in blocks:
         modules[each].register_forward_pre_hook(cutting.enter, with_kwargs=True)
-    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    embedding = whole.get_input_embeddings()
+    head = whole.get_output_embeddings()
     tied = head.weight is embedding.weight
     _cut_rows(embedding, mesh)
     embedding.register_forward_pre_hook(cutting.look_up)
@@ -266,7 +272,8 @@ def in_turns(layout: RankLayout, alike: int) -> Callable[..., Any]:
     the same on all; it gets what the forward returns of its own. alike: tensor ranks, one behind the other, that always
     read the same.
     """
-    group, own = layout.tensor_mesh.get_group(), layout.tensor_rank // alike * alike
+    group = layout.tensor_mesh.get_group()
+    own = layout.tensor_rank // alike * alike
 
     def call(forward: Callable[..., Any], tokens_BT: Tensor, segments_BT: Tensor | None, *more: Any) -> Any:
         found = None
@@ -299,7 +306,8 @@ def traffic(
     blocks = sum(isinstance(each, DTensor) and each.placements[-1].is_shard(1) for each in parameters.values())
     enters = leaves = blocks
     if recomputes:
-        enters, leaves = 2 * blocks, 2 * blocks - len(layers_of(model))
+        enters = 2 * blocks
+        leaves = 2 * blocks - len(layers_of(model))
     numbers = tokens * model.head.weight.shape[1]  # type: ignore[union-attr]
     wide, narrow = 4.0 * numbers, float(itemsize) * numbers
     gathered = scattered = 0.0
@@ -309,7 +317,8 @@ def traffic(
         scattered = narrow * leaves + wide * blocks
     else:
         summed += narrow * leaves + wide * blocks
-    text, size = whole_model(model).config.get_text_config(), model.tensor.size()
+    text = whole_model(model).config.get_text_config()
+    size = model.tensor.size()
     if _sharing(text, size) > 1:
         shared = len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
         gathered += shared * (2 if recomputes else 1)
@@ -338,7 +347,10 @@ class _Cutting:
     """The hooks at which the residual stream and the blocks meet."""
 
     def __init__(self, model: PreTrainedModel, mesh: Any, sequence: bool) -> None:
-        self.model, self.mesh, self.sequence, self.probes = model, mesh, sequence, False
+        self.model = model
+        self.mesh = mesh
+        self.sequence = sequence
+        self.probes = False
         self.draws: DrawsApart | None = None
         """Of a model with dropout."""
         self.sharing: Any = None
@@ -359,10 +371,12 @@ class _Cutting:
 
     def look_up(self, module: Any, inputs: tuple[Any, ...]) -> Any:
         """Look up this rank's rows of the embedding alone; `found` gives the parameter back."""
-        weight, (ids_BT,) = module.weight, inputs
+        weight = module.weight
+        (ids_BT,) = inputs
         own = weight.to_local(grad_placements=weight.placements)
         rows = ids_BT - self.mesh.get_local_rank() * -(-weight.shape[0] // self.mesh.size())
-        self.here_BT, self.weight = (rows >= 0) & (rows < len(own)), weight
+        self.here_BT = (rows >= 0) & (rows < len(own))
+        self.weight = weight
         module._parameters["weight"] = own
         return rows.masked_fill(~self.here_BT, 0)
 

@@ -182,7 +182,9 @@ class _TorchaoPart:
     """`_TorchaoProduct` of a part of a weight, whose scales reach over the parts."""
 
     def __init__(self, product: _TorchaoProduct, parts: WeightParts) -> None:
-        self.product, self.parts, self.config = product, parts, product.quantized[1]
+        self.product = product
+        self.parts = parts
+        self.config = product.quantized[1]
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
         compute = compute_dtype(dtype)
@@ -203,7 +205,8 @@ class _PartOfWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor, part: _TorchaoPart, high_forward: bool) -> Tensor:
         ctx.save_for_backward(x_ND, weight_OD)
-        ctx.part, config = part, part.config
+        ctx.part = part
+        config = part.config
         if high_forward:
             return x_ND @ weight_OD.T
         x = part.cast(x_ND, config.cast_config_input, "activation", 1)
@@ -225,8 +228,10 @@ class _ConstantTorchaoProduct:
     def __init__(self, product: _TorchaoProduct, weight_OD: Tensor) -> None:
         from torchao.float8.float8_training_tensor import GemmInputRole
 
-        self.product, self.config = product, product.quantized[1]
-        config, role = self.config, GemmInputRole.WEIGHT
+        self.product = product
+        self.config = product.quantized[1]
+        config = self.config
+        role = GemmInputRole.WEIGHT
         with torch.no_grad():
             weight_DO = weight_OD.detach().to(torch.bfloat16).T
             self.along_D = product.cast(weight_DO, config.cast_config_weight, role, 0)

@@ -256,11 +256,13 @@ class PrecisionController:
 
         The weight stays until alpha has moved by `_WEIGHT_MOVES`; then it is alpha, and losses before no longer count.
         """
-        memory, alpha = self._memory, metrics.get("alpha")
+        memory = self._memory
+        alpha = metrics.get("alpha")
         if alpha is None:
             return metrics["loss"]
         if memory.weight is None or abs(alpha - memory.weight) >= _WEIGHT_MOVES:
-            memory.weight, self._clean = alpha, []
+            memory.weight = alpha
+            self._clean = []
             for each in self._streaks.values():
                 each.above = each.calm = 0
         return (1 - memory.weight) * metrics["ce"] + memory.weight * metrics["kd_T1"]
@@ -383,7 +385,8 @@ class PrecisionController:
         if not calm or self._memory.finite < self.policy.window or ("gap" in self._streaks and gap is None):
             return []
         if self._is_spent():
-            logged, self._memory.spent = self._memory.spent, True
+            logged = self._memory.spent
+            self._memory.spent = True
             line = f"[AdaptiveQuantization] {self.switches} switches are used up, staying in {self.policy.fallback}"
             return [] if logged else [LogLine(line)]
         what, value = ("Gap", gap) if "gap" in self._streaks else (self._loss_name(), loss)
@@ -408,7 +411,8 @@ class PrecisionController:
     def _keep(self, step: int, good: bool) -> list[Action]:
         """Return snapshots within a window, and a checkpoint at its end; the oldest leave the recovery buffer."""
         policy = self.policy
-        number, ends = (step - 1) // policy.window + 1, step % policy.window == 0
+        number = (step - 1) // policy.window + 1
+        ends = step % policy.window == 0
         due = step % policy.snapshot_every == 0
         name = None
         if ends:
@@ -423,7 +427,8 @@ class PrecisionController:
             # The buffer changes before the checkpoint is saved, whose memory thus names the checkpoint itself.
             self._saved.append((name, good))
             actions.append(Save(name))
-        kept, restorable = list(self._saved), self.recovery_names()
+        kept = list(self._saved)
+        restorable = self.recovery_names()
         while len(kept) > policy.keep:  # the oldest go, but never the only good one
             only_good = [name for name, good in kept if good] == [kept[0][0]]
             kept.pop(1 if only_good else 0)
@@ -453,7 +458,8 @@ class PrecisionController:
         ]
 
     def _decays(self, step: int) -> bool:
-        planned, begun = self.policy.decay_start or 0, self._memory.decay_from
+        planned = self.policy.decay_start or 0
+        begun = self._memory.decay_from
         return "schedule" in self.policy.rules and step >= (planned if begun is None else begun)
 
     def _has_dwelt(self, step: int) -> bool:

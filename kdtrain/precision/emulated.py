@@ -351,7 +351,8 @@ def _quantized(
 ) -> tuple[Tensor, Tensor | None]:
     element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
     stochastic = recipe.stochastic and kind == "gradient"
-    values_RC, scale = values_RC.float(), None
+    values_RC = values_RC.float()
+    scale = None
     if recipe.scaling == "mx":
         quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
     else:

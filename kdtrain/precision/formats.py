@@ -44,7 +44,8 @@ def formats_of(precision: PrecisionConfig, quantization: QuantizationConfig, dev
     Raises:
         UsageError: the named back end does not support the mode or the recipe.
     """
-    mode, adaptive = quantization.mode(precision.precision), quantization.time_resume
+    mode = quantization.mode(precision.precision)
+    adaptive = quantization.time_resume
     if mode not in QUANTIZED:
         return Formats(pick_mode(mode, device, training=True))
     from kdtrain.precision.backends import choose, make_recipe  # which a run that is not quantised does without

@@ -102,7 +102,9 @@ class _Switchable(nn.Module):
         """Map x [..., D] to [..., O], in the format of the switch."""
         if self.switch.position == "high":
             return cast(Tensor, super().forward(x))
-        layer, kind, high_forward = cast(Any, self), x.device.type, self.switch.position == "high-forward"
+        layer = cast(Any, self)
+        kind = x.device.type
+        high_forward = self.switch.position == "high-forward"
         weight_OD = layer.weight.T if self.transposed else layer.weight
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         y_NO = self.product(x.reshape(-1, x.shape[-1]), weight_OD, dtype, high_forward)
@@ -176,7 +178,8 @@ def convert(
             continue
         layer.__class__ = SwitchableConv1D if transposed else SwitchableLinear
         switchable = cast(SwitchableLinear, layer)
-        switchable.switch, switchable.product = switch, backend.product(layer, inputs, outputs)
+        switchable.switch = switch
+        switchable.product = backend.product(layer, inputs, outputs)
         if (
             hold
             and not layer.weight.requires_grad

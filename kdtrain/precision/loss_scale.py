@@ -9,7 +9,9 @@ from typing import Any, TypedDict
 
 from kdtrain.files import typed
 
-START, LEAST, LARGEST = 2.0**16, 1.0, 2.0**24
+START = 2.0**16
+LEAST = 1.0
+LARGEST = 2.0**24
 GROW_AFTER = 2000
 """Steps without an overflow after which the scale is doubled."""
 WARN_BELOW = 2.0**8

@@ -34,7 +34,8 @@ class Switch:
     @contextlib.contextmanager
     def at(self, position: Position) -> Iterator[None]:
         """Put the switch in another position while the block runs."""
-        before, self.position = self.position, position
+        before = self.position
+        self.position = position
         try:
             yield
         finally:

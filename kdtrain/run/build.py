@@ -49,7 +49,8 @@ def build(recipe: Recipe) -> Run:
     with raise_on_all_ranks():
         if recipe.facts.members:
             _keep_members_apart(recipe)
-        model, teacher = _load_student(recipe), recipe.teacher
+        model = _load_student(recipe)
+        teacher = recipe.teacher
         if teacher is not None:
             teacher.meet(model)
         hidden = None
@@ -57,7 +58,8 @@ def build(recipe: Recipe) -> Run:
             from kdtrain.objective.hidden import plan_hidden_loss
 
             hidden = plan_hidden_loss(config.objective, model, teacher, config.seed)
-        quantised, dtype = _quantize(recipe, model), head_dtype(recipe.formats.high) or torch.float32
+        quantised = _quantize(recipe, model)
+        dtype = head_dtype(recipe.formats.high) or torch.float32
         request = ObserverRequest(
             config=config, model=model.model, recipe=recipe.formats.recipe, dtype=dtype, main=is_main()
         )
@@ -69,7 +71,8 @@ def build(recipe: Recipe) -> Run:
     if recipe.layout.tensor_size > 1:  # a module that other runs do not load
         from kdtrain.parallel import tensor
 
-        size, cuts = recipe.facts.vocab_size, config.parallel.cuts_rows(recipe.facts.seq_len, config.objective)
+        size = recipe.facts.vocab_size
+        cuts = config.parallel.cuts_rows(recipe.facts.seq_len, config.objective)
         tensor.apply(model, recipe.layout, device, vocab_size=min(size, model.vocab_size), sequence=cuts)
     mesh = recipe.layout.sharing(plan.shard_size)
     if plan.student == "fsdp":  # before the optimizer, which holds the parameters
@@ -80,7 +83,8 @@ def build(recipe: Recipe) -> Run:
     with raise_on_all_ranks():
         for source in recipe.sources.values():
             meet(source, student, teacher)
-    shared, layers = (device, student.vocab_size, teacher), () if hidden is None else hidden.teacher_layers
+    shared = (device, student.vocab_size, teacher)
+    layers = () if hidden is None else hidden.teacher_layers
     trainer = Trainer(
         config,
         student,
@@ -162,7 +166,8 @@ def _quantize(recipe: Recipe, model: SplitModel) -> tuple[str, ...]:
     from kdtrain.precision.linear import convert
 
     skip = {"skip_first": options.quant_skip_first, "skip_last": options.quant_skip_last}
-    head, backend = model.model.get_output_embeddings(), formats.choice.backend
+    head = model.model.get_output_embeddings()
+    backend = formats.choice.backend
     whole = not recipe.cut  # else each rank would hold all quantised weights
     own = adapter_parts(model.model)
     done = convert(model.model, formats.switch, backend, head=head, adapters=own, hold=whole, **skip)

@@ -73,7 +73,8 @@ def build_cache(
         on_main(lambda: build_tokens(folder, config.data, teacher.tokenizer, teacher.vocab_size))
         there = (packed := LocalCache(folder)).manifest
         settings, rows, progress = ordered(replace(settings, data=there.settings.data), packed)
-        counts, text = there.text_counts or {}, there.text
+        counts = there.text_counts or {}
+        text = there.text
     agree(settings.to_json)
     stated = {"text": text, "text_counts": counts, "weights_cost": teacher.cost}
     saved = ChatTokenizer.of(teacher.tokenizer, teacher.spec)
@@ -218,7 +219,8 @@ def refined_cache(where: str) -> LocalCache:
 def refuse_other_teacher(refined: LocalCache, teacher: Teacher, loaded: bool) -> None:
     """Raise a UsageError if the cache of --refine is of another teacher. loaded: False before any weights are."""
     settings = refined.manifest.settings
-    there, here = settings.teacher or {}, dict(teacher.identity) if loaded else {}
+    there = settings.teacher or {}
+    here = dict(teacher.identity) if loaded else {}
     if not loaded:
         theirs = {"tokenizer": settings.tokenizer_digest, "vocab_size": settings.vocab_size}
         here = {"tokenizer": tokenizer_digest(teacher.tokenizer), "vocab_size": teacher.vocab_size}
@@ -339,7 +341,8 @@ class TextData(DataPlan):
         return super().masked() if data.data is None else bool(decided(data, self.config.out / TEXT).document_mask)
 
     def refuse_no_rows(self) -> None:
-        data, folder = self.config.data, self.config.out / TEXT
+        data = self.config.data
+        folder = self.config.out / TEXT
         if self.teacher is not None and not (folder / MANIFEST).exists():
             refuse_no_rows(folder, data, self.teacher.tokenizer, data.limits)
 
@@ -364,7 +367,9 @@ class TextData(DataPlan):
     def prompts(
         self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None
     ) -> LocalCache:
-        teacher, data, folder = self.teacher, self.config.data, self.config.out / PROMPTS
+        teacher = self.teacher
+        data = self.config.data
+        folder = self.config.out / PROMPTS
         assert teacher is not None, "a teacher scores what is written behind them"
         tokenizer: Any = teacher.tokenizer
         found = None

@@ -245,7 +245,8 @@ def _count(config: CacheTeacherConfig, teacher: Teacher, refined: LocalCache | N
                 found[split] = min(about := found[split] * read // seen, limit or about)
                 how = "at least" if not whole or how == "at least" else "about"
                 break
-            found[split], seen = found[split] + 1, read
+            found[split] = found[split] + 1
+            seen = read
     return found, "about" if prompts and how == "exactly" else how  # a prompt may leave no room
 
 
@@ -283,7 +284,8 @@ def capturing(
     if run.parallel.tensor_parallel > 1:
         raise UsageError("--tensor-parallel cannot be used with a cache that is made while training; make it first")
     on_main(lambda: _refuse_moving(run))
-    objective, codec = run.objective, config.codec
+    objective = run.objective
+    codec = config.codec
     if objective.distils:  # several ranks capture all before they train
         refuse(objective.divergence, objective.tail, top_k=codec.top_k, num_samples=codec.samples)
     text = on_main(lambda: decided(run.data, run.out / TEXT, partial(check_student, student)))

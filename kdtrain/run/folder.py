@@ -77,7 +77,8 @@ def holds_run(config: DistillConfig) -> bool:
     UsageError: it holds something else, a run that `--resume never` would overwrite, or one that cannot be moved aside,
     because the command needs what is in it.
     """
-    out, anew = config.out, config.checkpoint.resume == "never"
+    out = config.out
+    anew = config.checkpoint.resume == "never"
     if not check_out(out):
         return False
     if anew and not config.checkpoint.overwrite:
@@ -208,7 +209,8 @@ def changes(
 
     only: the one section to compare. but: options to leave out.
     """
-    found, later = [], config.later()
+    found = []
+    later = config.later()
     for section, table in config.deciding().items():
         before = {each.name: written(each, each.default) for home, each in fields_of(DistillConfig) if home == section}
         table = {name: before[name] for name in later.keys() & before.keys()} | table
@@ -361,7 +363,8 @@ def to_toml(tables: dict[str, dict[str, Any]], notes: Mapping[str, Iterable[str]
     notes: lines of comment above an option, or above a section by its name in brackets. An option that is None and has
         notes is commented out, as the last of them.
     """
-    lines, notes = [], notes or {}
+    lines = []
+    notes = notes or {}
     for section, table in tables.items():
         lines += [*(f"# {each}" for each in notes.get(f"[{section}]", ())), f"[{section}]"]
         for name, value in table.items():

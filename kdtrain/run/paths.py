@@ -56,7 +56,8 @@ def near_path(text: str, homes: Iterable[str] = ()) -> str | None:
     """Find a path that exists and is spelt almost like `text`, or lies in one of `homes` under such a name."""
     if not text:
         return None
-    name, found = Path(text).name, [path for path in [_walked(Path(text))] if path is not None]
+    name = Path(text).name
+    found = [path for path in [_walked(Path(text))] if path is not None]
     for home in homes:
         found += [f"{home}/{each}" for each in _close(name, Path(home))]
     return max(found, key=lambda path: difflib.SequenceMatcher(None, Path(path).name, name).ratio(), default=None)
@@ -75,7 +76,8 @@ def _walked(path: Path) -> str | None:
 
 def _close(name: str, folder: Path) -> list[str]:
     """Return the entry of `folder` that is spelt most like `name`, if any is, also apart from its suffix."""
-    stem, near = Path(name).stem, difflib.get_close_matches(name, _names(folder), 3)
+    stem = Path(name).stem
+    near = difflib.get_close_matches(name, _names(folder), 3)
     return [each for each in near if difflib.SequenceMatcher(None, Path(each).stem, stem).ratio() > 0.6][:1]
 
 

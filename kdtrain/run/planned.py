@@ -29,12 +29,16 @@ def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> d
 
     UsageError: data, cache, student or options do not fit together, or not into `--device-memory`.
     """
-    student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
-    student, own = with_base_weights(given, student, formats, device), given.parallel
+    student = student_spec(given)
+    formats = formats_of(given.precision, given.quantization, device)
+    student = with_base_weights(given, student, formats, device)
+    own = given.parallel
     teacher = open_run_teacher(given, student, formats, device, RankLayout(tensor_size=own.teacher_tensor_parallel))
     options: dict[str, Any] = {"config": given, "student": student, "teacher": teacher, "device": device}
     options |= {"held": held, "trial": True, "capturing": partial(capturing_of, given, student, device)}
-    facts, seq_len, size = None, given.data.seq_len, None if teacher is None else teacher.vocab_size
+    facts = None
+    seq_len = given.data.seq_len
+    size = None if teacher is None else teacher.vocab_size
     if given.data.data is None:  # text is not read
         facts = PlanRequest(**options, names=(*given.plans,)).next().facts
     if facts is not None:
@@ -49,7 +53,8 @@ def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> d
     refuse_with_tensor_ranks(given, student, size, facts, formats)
     footprint = None if teacher is None else teacher.footprint(seq_len)
     job = job_of(given, formats.high, device, student, seq_len, size, footprint)
-    free, ranks = own.device_memory and own.device_memory * 2**30, world // own.tensor_parallel
+    free = own.device_memory and own.device_memory * 2**30
+    ranks = world // own.tensor_parallel
     micro = micro_batch(given, ranks, job, free)
     can_cut = partial(tensor_ranks_fit, given, student, size, facts, formats)
     plan = plan_run(given, job and replace(job, micro_batch_size=micro), free, can_cut)

@@ -182,7 +182,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
-        student, formats = student_spec(given), formats_of(given.precision, given.quantization, device)
+        student = student_spec(given)
+        formats = formats_of(given.precision, given.quantization, device)
         student = with_base_weights(given, student, formats, device)
         teacher = open_run_teacher(given, student, formats, device, teachers)
     data = PlanRequest(
@@ -197,7 +198,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     ).next()
     masked = on_main(data.masked)
     with raise_on_all_ranks():
-        facts, size = data.facts, None
+        facts = data.facts
+        size = None
         if facts is not None:
             size = facts.vocab_size
         elif teacher is not None:
@@ -361,7 +363,8 @@ def run_device(config: DistillConfig) -> Iterator[torch.device]:
 
     UsageError: this machine does not have the device, or the device has no TF32.
     """
-    options, memory = config.precision, cast(Any, torch.utils.deterministic)
+    options = config.precision
+    memory = cast(Any, torch.utils.deterministic)
     if options.deterministic:
         # cuBLAS is deterministic only with this, and reads it once: it must be there before the first call of CUDA
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -389,7 +392,8 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
     UsageError: it cannot be read, or the options do not fit it.
     """
-    student, folder = read_spec(config.student), config.checkpoint.load
+    student = read_spec(config.student)
+    folder = config.checkpoint.load
     model = folder is not None and is_model_folder(folder)
     if folder is not None and (model or is_adapter(folder)) and config.checkpoint.override_opt_param_scheduler:
         raise UsageError(

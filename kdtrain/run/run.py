@@ -127,7 +127,8 @@ class Run:
         path = Path(found)
         with raise_on_all_ranks():
             checkpoint = load_saved(path, trainer.state.like)
-            saved, config = checkpoint.state, self.recipe.config
+            saved = checkpoint.state
+            config = self.recipe.config
             self._note_router(saved, path)
             refuse_changes(saved["options"], config, config.out, path.name, but=self.same(saved))
             self._refuse_other(checkpoint.state, path, PARTS)
@@ -202,7 +203,8 @@ class Run:
             checkpoint.state["student"]["attention"] = self.identity["student"]["attention"]  # the weights serve any
             self._note_router(checkpoint.state, path)
             self._refuse_other(checkpoint.state, path, ("student",))
-            saved, same_data = checkpoint.state["options"], checkpoint.state["cache"] == self.identity["cache"]
+            saved = checkpoint.state["options"]
+            same_data = checkpoint.state["cache"] == self.identity["cache"]
             different = changes(saved, config, but=self.same(checkpoint.state))
             start = ("--load", "--override-opt-param-scheduler")
             if changed := [each for each in different if not each.startswith(start)]:
@@ -287,7 +289,8 @@ class Run:
     def write_metadata(self) -> None:
         """Write config.toml, environment.json and the tokenizer into the run's folder, and open its log."""
         recipe, config, student = self.recipe, self.recipe.config, self.trainer.student
-        vocabulary, teacher = student.model.vocab_size, None if recipe.teacher is None else recipe.teacher.spec
+        vocabulary = student.model.vocab_size
+        teacher = None if recipe.teacher is None else recipe.teacher.spec
         metadata = {
             "student": {
                 "name": recipe.student.name,
@@ -343,7 +346,8 @@ class Run:
             lines.append(f"{len(recipe.members)} caches; a step draws {', '.join(drawn)}")
         objective = config.objective
         hidden = objective.hidden_weight if objective.hidden_loss != "none" else None
-        alpha, replays = objective.alpha if recipe.distils else 0.0, recipe.distils and recipe.facts.replays
+        alpha = objective.alpha if recipe.distils else 0.0
+        replays = recipe.distils and recipe.facts.replays
         term = recipe.facts.term(objective.divergence)
         summed = formula(alpha, term, hidden, replays, trainer.student.router_weight)
         if recipe.distils and objective.alpha_schedule != "constant":
@@ -401,15 +405,19 @@ class Run:
 
         Return what the result has besides: of a student with packed weights the loss of the exported, merged one.
         """
-        trainer, state, out = self.trainer, self.trainer.state, self.out / "student"
-        student, has_best = trainer.student.model, state.progress.best_step is not None
+        trainer = self.trainer
+        state = self.trainer.state
+        out = self.out / "student"
+        student = trainer.student.model
+        has_best = state.progress.best_step is not None
         saved: Mapping[str, Any] = self.identity
         packed = self.recipe.student.weights
         if self.recipe.cut or packed is not None:
             path = self._best() if has_best else trainer.store.choose("latest")
             commit = getattr(student.model.config, "_commit_hash", None)  # of a model on the hub: what was loaded
             base = self.recipe.student if commit is None else replace(self.recipe.student, revision=commit)
-            student, saved = student_at(path, torch.device("cpu"), base), load_saved(path).state
+            student = student_at(path, torch.device("cpu"), base)
+            saved = load_saved(path).state
         elif has_best:
             checkpoint = load_saved(self._best())
             state.load(checkpoint.tensors, checkpoint.state)
@@ -460,7 +468,8 @@ class Run:
     def result(self, reason: str, error: str | None = None) -> dict[str, Any]:
         """Return the contents of `result.json`: losses in nats per token, None where there is no value."""
         trainer, recipe, progress = self.trainer, self.recipe, self.trainer.state.progress
-        best, plain = progress.best_loss, self._plain() or (None, None)
+        best = progress.best_loss
+        plain = self._plain() or (None, None)
         others = {"start": progress.first_loss, "teacher": progress.teacher_loss, "cross_entropy": plain[1]}
         known = {name: None if best is None or other is None else best < other for name, other in others.items()}
         seconds, tokens = trainer.earlier[0] + trainer.seconds, trainer.earlier[1] + trainer.stepper.tokens
@@ -543,7 +552,8 @@ class Run:
                 where = error.filename or self.out
                 text = f"{where}: {error.strerror or error}; published checkpoints are intact{advice(error)}"
             with suppress(OSError):  # the error may be a full disk
-                step, why = self.trainer.state.progress.step, reason(error)
+                step = self.trainer.state.progress.step
+                why = reason(error)
                 self.trainer.writers.event("failure", step, "error", reason=why, message=text)
             with suppress(OSError):
                 end_log(text)
@@ -563,7 +573,8 @@ class Run:
 
         RunError: the folder cannot be written.
         """
-        before, end = read_result(self.out), (result["stop_reason"], result["step"])
+        before = read_result(self.out)
+        end = (result["stop_reason"], result["step"])
         again = before is not None and (before["stop_reason"], before["step"]) == end
         if is_main() and (self.trainer.stepper.tokens or not again):
             publish_text(self.out / RESULT, json.dumps(finite(result), indent=1) + "\n", "trainer.result")

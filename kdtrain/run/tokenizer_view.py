@@ -29,7 +29,8 @@ class AlignedData(TextData):
 
     def __init__(self, request: PlanRequest, facts: Facts) -> None:
         super().__init__(request)
-        self.facts, self.view = facts, self.config.out / (TEXT if self.config.cache else VIEWS)
+        self.facts = facts
+        self.view = self.config.out / (TEXT if self.config.cache else VIEWS)
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         """Prepare as `DataPlan` does. UsageError, RunError: as `build_view`; cells disagree with the text too often."""
@@ -70,9 +71,11 @@ def aligned_data(request: PlanRequest) -> DataPlan:
     data = config.data
     with raise_on_all_ranks():
         if teacher is not None:
-            name, codec = str(data.data), _TOKENS
+            name = str(data.data)
+            codec = _TOKENS
             theirs: str | None = tokenizer_digest(teacher.tokenizer)
-            seq_len, document_mask = data.seq_len, data.document_mask is True
+            seq_len = data.seq_len
+            document_mask = data.document_mask is True
         else:
             cache = open_cache(config.cache[0])
             name, stated = cache.name, cache.manifest.settings

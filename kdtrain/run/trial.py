@@ -174,9 +174,11 @@ def _plan(run: Run) -> dict[str, Any]:
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
     several = "es" if trainer.stepper.micros > 1 else ""
     micro_batches = f"{trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro}"
-    sequences, seq_len = len(trainer.stepper.source), recipe.facts.seq_len
+    sequences = len(trainer.stepper.source)
+    seq_len = recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
-    total, active = run.parameters, active_parameters(student.model)
+    total = run.parameters
+    active = active_parameters(student.model)
     mixture = {} if active == total else {"active for a token": active}
     return {
         "student": {"name": recipe.student.name, "parameters": total, **run.trained, **mixture},
@@ -198,11 +200,15 @@ def _plan(run: Run) -> dict[str, Any]:
 
 def _estimates(run: Run, out: Path) -> dict[str, Any]:
     trainer, device, config = run.trainer, run.trainer.student.device, run.recipe.config
-    state, keep, adaptive = trainer.state, config.checkpoint, config.quantization
+    state = trainer.state
+    keep = config.checkpoint
+    adaptive = config.quantization
     (first, _), (second, numbers) = taken = timed_steps(trainer, 2)
     validation = _validation_seconds(trainer)
-    step, started = state.progress.step, time.perf_counter()
-    stated, tensors = {**run.identity, **state.numbers()}, state.own_tensors()
+    step = state.progress.step
+    started = time.perf_counter()
+    stated = {**run.identity, **state.numbers()}
+    tensors = state.own_tensors()
     stall = trainer.saver.save([tiers.name_of("rolling", step)], step, tensors, stated, kept=packed(state.snapshots))
     trainer.saver.wait()
     saving = time.perf_counter() - started
@@ -210,11 +216,14 @@ def _estimates(run: Run, out: Path) -> dict[str, Any]:
     in_memory = sum(tensor.numel() * tensor.element_size() for tensor in state.tensors().values())
     size = max(sum(file.stat().st_size for file in files), in_memory)
     # the most checkpoints that there can be, if each validation is better than those before
-    total, count, batch = trainer.total, len(trainer.stepper.source), config.batch_size
+    total = trainer.total
+    count = len(trainer.stepper.source)
+    batch = config.batch_size
     validations = {*range(0, total + 1, trainer.eval_freq), total}
     rolling = {*range(0, total, keep.checkpoint_freq), *validations}
     epochs = {each for each in range(1, total + 1) if each * batch // count > (each - 1) * batch // count}
-    saves, kept = len(epochs | rolling), min(keep.keep_rolling, len(rolling)) + min(keep.keep_epochs, len(epochs))
+    saves = len(epochs | rolling)
+    kept = min(keep.keep_rolling, len(rolling)) + min(keep.keep_epochs, len(epochs))
     kept += keep.keep_special + 2  # the best one, and the one in writing
     if state.adaptive is not None:
         kept += adaptive.quant_recovery_buffer
@@ -253,7 +262,8 @@ def _estimates(run: Run, out: Path) -> dict[str, Any]:
 def gigabytes_sent(student: SplitModel, recipe: Recipe, micro_batches: int) -> float:
     """GB that a rank sends over rings in a step, by the formulas of `parallel.parallelize` and `parallel.tensor`."""
     layout, plan, config, world = recipe.layout, recipe.plan, recipe.config, recipe.layout.data_size
-    itemsize, among = 4 if recipe.formats.gathered is None else 2, 0.0
+    itemsize = 4 if recipe.formats.gathered is None else 2
+    among = 0.0
     if layout.tensor_size > 1:
         from kdtrain.parallel import tensor
 
@@ -298,7 +308,9 @@ def _schedule(total: int, options: OptimizerConfig, auto: str | None) -> str:
 
 def _validation_seconds(trainer: Trainer) -> float:
     """Estimate the seconds of a whole validation from one forward on each rank."""
-    student, source, micro = trainer.student.eval(), trainer.validation_source, trainer.stepper.micro
+    student = trainer.student.eval()
+    source = trainer.validation_source
+    micro = trainer.stepper.micro
     sizes = [len(each.place) for each in source.facts.members.values()] or [len(source)]
     batches = (min(math.ceil(size / micro), trainer.validation_batches) for size in sizes)
     forwards = sum(math.ceil(each / trainer.stepper.layout.data_size) for each in batches)
@@ -339,7 +351,8 @@ def check_initial_loss(run: Run) -> Verdict:
     """Measure the loss before the first step."""
     trainer, init = run.trainer, run.recipe.student.init
     batches = min(4, run.recipe.config.monitor.eval_batches)
-    student, stepper = trainer.student.eval(), trainer.stepper
+    student = trainer.student.eval()
+    stepper = trainer.stepper
     metrics = validate(student, trainer.validation_source, micro=stepper.micro, batches=batches, layout=stepper.layout)
     loss = math.nan if metrics is None else metrics.mean("cross_entropy")
     assert loss is not None
@@ -368,7 +381,8 @@ def check_gradients(run: Run) -> Verdict:
 def check_loader(run: Run) -> Verdict:
     """Compare the time of reading with that of training."""
     first, *later = (seconds for seconds, _ in timed_steps(run.trainer, 3))
-    step, hidden = min(later), run.trainer.stepper.source.overlaps
+    step = min(later)
+    hidden = run.trainer.stepper.source.overlaps
     reading = statistics.median(_reading_seconds(run.trainer, number) for number in range(4, 8))
     how = "read during a step" if hidden else "computed by the teacher before each step"
     text = f"{1000 * reading:.1f} ms to read the data of a step of {1000 * step:.1f} ms ({how})"
@@ -377,7 +391,8 @@ def check_loader(run: Run) -> Verdict:
 
 
 def _reading_seconds(trainer: Trainer, step: int) -> float:
-    stepper, started = trainer.stepper, time.perf_counter()
+    stepper = trainer.stepper
+    started = time.perf_counter()
     for each in stepper.sequences(step * trainer.config.batch_size).reshape(-1, stepper.micro):
         stepper.source.read(each)
     return time.perf_counter() - started
@@ -385,7 +400,8 @@ def _reading_seconds(trainer: Trainer, step: int) -> float:
 
 def check_resume(run: Run) -> Verdict:
     """Take a step, and the same step after a save and a resume."""
-    trainer, name = run.trainer, tiers.name_of("rolling", run.trainer.state.progress.step)
+    trainer = run.trainer
+    name = tiers.name_of("rolling", run.trainer.state.progress.step)
     trainer.checkpoints.save(name)
     trainer.saver.wait()
 
@@ -411,14 +427,17 @@ def check_overfitting(run: Run) -> Verdict:
     config, stepper, student = run.recipe.config, run.trainer.stepper, run.trainer.student
     numbers = stepper.order.batch(0, min(SEQUENCES, len(stepper.source)))
     batches = [stepper.source.read(numbers[at : at + stepper.micro]) for at in range(0, len(numbers), stepper.micro)]
-    floor, tokens = entropy_floor(batches, student.document_mask), float(sum(each.loss_mask.sum() for each in batches))
+    floor = entropy_floor(batches, student.document_mask)
+    tokens = float(sum(each.loss_mask.sum() for each in batches))
     least = 1e-3 if run.recipe.student.init == "scratch" else 0.0
     options = replace(config.optimizer, lr=max(config.optimizer.peak_lr, least))
     run.trainer.state.optimizer.state.clear()
-    optimizer, losses = make_optimizer(student, options, config.objective.temperature_lr), list[float]()
+    optimizer = make_optimizer(student, options, config.objective.temperature_lr)
+    losses = list[float]()
     peaks = [group["lr"] for group in optimizer.param_groups]
     student.eval()
-    student.loss.alpha, student.hidden_loss = Alpha(0.0), None
+    student.loss.alpha = Alpha(0.0)
+    student.hidden_loss = None
     while len(losses) <= STEPS and not (losses and losses[-1] - floor < 0.05 * (losses[0] - floor)):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * min(1.0, (len(losses) + 1) / 10)
@@ -467,7 +486,8 @@ def entropy_floor(batches: Sequence[Batch], document_mask: bool) -> float:
                 place = places.setdefault((place, row_T[at]), len(places) + 1)
                 if counts:
                     followers[place][row_T[at + 1]] += 1
-    nats, tokens = 0.0, 0
+    nats = 0.0
+    tokens = 0
     for follower in followers.values():
         total = sum(follower.values())
         nats -= sum(count * math.log(count / total) for count in follower.values())

@@ -118,7 +118,8 @@ class LocalTeacher(OnlineTeacher):
         if self.spec.weights is not None:
             raise UsageError(f"{TEACHER} cannot cut --teacher-weights {self.spec.weights}; leave one of them out")
         refuse_plan(configuration(self.spec, None), self.name, layout.tensor_size, self.vocab_size, TEACHER)
-        self._cut, self.sharded = (layout, alike), layout.tensor_size > alike
+        self._cut = (layout, alike)
+        self.sharded = layout.tensor_size > alike
 
     def load(self, sharded: bool = False) -> None:
         """Load the model; on the CPU if it is cut, sharded or packed later: it may be too large for one device."""
@@ -134,7 +135,8 @@ class LocalTeacher(OnlineTeacher):
             refuse_weights(self.spec.weights, "--teacher-weights", self.device)
 
     def _use(self, model: SplitModel) -> None:
-        self.model, head = model, model.head
+        self.model = model
+        head = model.head
         weight, bias = (None if each is None else each.detach().to(self.device) for each in (head.weight, head.bias))
         weight = weight if weight is None or weight.is_cuda else weight.float()
         self.head = dataclasses.replace(head, weight=weight, bias=None if bias is None else bias.float())
@@ -147,10 +149,12 @@ class LocalTeacher(OnlineTeacher):
         if (kind := self.spec.weights) is None or is_packed(self.model):
             return
         _ = self.digest  # of the whole weights
-        kept, size = list(rows), sum(each.nbytes for each in self.model.parameters())
+        kept = list(rows)
+        size = sum(each.nbytes for each in self.model.parameters())
         device = self.device
         if device.type == "cuda" and size > USABLE / 2 * torch.cuda.mem_get_info(device)[0]:
-            self.device, kept = torch.device("cpu"), kept[:1]
+            self.device = torch.device("cpu")
+            kept = kept[:1]
         self._use(self.model.to(self.device))
         whole = self._loss(kept, document_mask) if kept else None
         self.device = device
@@ -165,7 +169,8 @@ class LocalTeacher(OnlineTeacher):
 
     def _loss(self, rows: Iterable[Batch], document_mask: bool) -> float:
         """Return the cross-entropy of the text, nats per token."""
-        total, tokens = 0.0, 0
+        total = 0.0
+        tokens = 0
         for batch in rows:
             logits_BTV = self.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)
             labels_BT1, mask_BT = (each.to(logits_BTV.device) for each in (batch.tokens[:, 1:, None], batch.loss_mask))
@@ -264,7 +269,8 @@ class LocalTeacher(OnlineTeacher):
             with torch.autocast(self.device.type, enabled=False):
                 return self._product(self._as_head(hidden_BTD))
 
-        head, hook = model.get_output_embeddings(), model.register_forward_pre_hook(inside, with_kwargs=True)
+        head = model.get_output_embeddings()
+        hook = model.register_forward_pre_hook(inside, with_kwargs=True)
         if self.model.fused:
             head.forward = product
         model.generation_config = GenerationConfig()

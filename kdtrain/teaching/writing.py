@@ -54,11 +54,17 @@ class _Draws(LogitsProcessor):
     """A processor of logits that leaves each row one drawn token in its scores, and passes the logits on in blocks."""
 
     def __init__(self, rows: ShardRows, how: Writing, take: Take) -> None:
-        self.tokens_BT1, self.mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
-        self.open_B, self._how, self._take, self._step = np.ones(len(rows), bool), how, take, 0
-        self._first_B, self._room_B = rows.loss_mask.argmax(1), rows.loss_mask.sum(1)
+        self.tokens_BT1 = rows.tokens.copy()
+        self.mask_BT = np.zeros(rows.loss_mask.shape, bool)
+        self.open_B = np.ones(len(rows), bool)
+        self._how = how
+        self._take = take
+        self._step = 0
+        self._first_B = rows.loss_mask.argmax(1)
+        self._room_B = rows.loss_mask.sum(1)
         self._held: list[tuple[np.ndarray, np.ndarray, Tensor]] = []
-        length, which = rows.loss_mask.shape[1], range(rows.first, rows.first + len(rows))
+        length = rows.loss_mask.shape[1]
+        which = range(rows.first, rows.first + len(rows))
         # fp64, a pure function of seed, split, row and position
         self._chance_BT = np.stack([uniforms("text", how.seed, rows.split, row, length) for row in which]) / 2**32
 
@@ -68,9 +74,11 @@ class _Draws(LogitsProcessor):
         inside_B = place_B.clip(max=self._chance_BT.shape[1] - 1)
         chance_B = torch.from_numpy(self._chance_BT[np.arange(len(scores)), inside_B])
         drawn_B = draw(scores, chance_B, self._how.temperature, self._how.top_p)
-        tokens_B, rows = drawn_B.cpu().numpy(), np.flatnonzero(self.open_B)
+        tokens_B = drawn_B.cpu().numpy()
+        rows = np.flatnonzero(self.open_B)
         if len(rows):
-            self.tokens_BT1[rows, place_B[rows] + 1], self.mask_BT[rows, place_B[rows]] = tokens_B[rows], True
+            self.tokens_BT1[rows, place_B[rows] + 1] = tokens_B[rows]
+            self.mask_BT[rows, place_B[rows]] = True
             self._held.append((rows, place_B[rows], scores[torch.from_numpy(rows).to(scores.device)]))
         self._step += 1
         self.open_B &= ~np.isin(tokens_B, self._how.end_tokens) & (self._step < self._room_B)
@@ -121,7 +129,8 @@ class WrittenAnswers(ShardAnswers):
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
         """Return rows as `ShardAnswers.rows`; where nothing was written the label is certain."""
-        started, kept = time.monotonic(), _Kept(rows, self._settings)
+        started = time.monotonic()
+        kept = _Kept(rows, self._settings)
         found = continued(self._generate, rows, self._how, kept.take)
         kept.take_certain(found)
         if self._first:
@@ -134,10 +143,12 @@ class _Kept:
     """The encoded answers of a batch, a block of positions after the other."""
 
     def __init__(self, rows: ShardRows, settings: CacheSettings) -> None:
-        self._spec, self._shape = settings.codec, rows.loss_mask.shape
+        self._spec = settings.codec
+        self._shape = rows.loss_mask.shape
         self.arrays: Arrays = {"broken": np.zeros(len(rows), bool)}
         """As `codec.encode_sequences` makes them."""
-        offset, number = grid_offset(settings.sampling) or Fraction(0), self._spec.num_samples
+        offset = grid_offset(settings.sampling) or Fraction(0)
+        number = self._spec.num_samples
         place = [(settings.seed, rows.split, row, self._shape[1]) for row in range(rows.first, rows.first + len(rows))]
         self._points_BTD = np.stack([draw_points(*each, number, offset) for each in place]) if number else None
 

@@ -86,7 +86,8 @@ def _longest_prefixes(places: Mapping[bytes, int], texts: Sequence[bytes]) -> _A
     In the order of bytes a text stands behind its prefixes, and between it and them are texts that they begin: so one
     pass with a stack takes time in proportion to the bytes, however long a stranger's tokens are.
     """
-    found, above = np.full(len(texts), -1, np.int64), [b""]
+    found = np.full(len(texts), -1, np.int64)
+    above = [b""]
     numbered = ((text, number) for number, text in enumerate(texts) if text)
     for text, number in sorted([*((key, -1) for key in places), *numbered]):
         while not text.startswith(above[-1]):
@@ -100,7 +101,8 @@ def _longest_prefixes(places: Mapping[bytes, int], texts: Sequence[bytes]) -> _A
 
 def merge(cells: Cells, teacher_M: _Array, student_M: _Array) -> Cells:
     """Merge cells that conflict where teacher and student have these tokens of the same text at common boundaries."""
-    one_M, other_M = cells.of_teacher[teacher_M], cells.of_student[student_M]
+    one_M = cells.of_teacher[teacher_M]
+    other_M = cells.of_student[student_M]
     apart_M = (one_M != other_M) & (one_M >= 0) & (other_M < cells.count)
     pairs, number = np.unique(np.sort(np.stack([one_M, other_M], 1)[apart_M], 1), axis=0, return_counts=True)
     seen = [np.bincount(each[each >= 0], minlength=cells.count + 1) for each in (one_M, other_M)]

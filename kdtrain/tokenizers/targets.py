@@ -156,7 +156,8 @@ class AlignedCollator(Collator):
         self.cells = cells
 
     def same(self, other: Collator) -> bool:
-        one, two = self.cells, getattr(other, "cells", None)
+        one = self.cells
+        two = getattr(other, "cells", None)
         return super().same(other) and (one is two or bool(one and two and torch.equal(one.column, two.column)))
 
     def targets(self, fields: Mapping[str, Tensor]) -> Targets | None:

@@ -109,7 +109,8 @@ def at_rows(targets: SparseTargets, source_M: Tensor) -> SparseTargets:
     """Return the rows `source_M` of targets over tokens of both; below 0: a row of finite numbers, to be left out."""
 
     def chosen(name: str, each: Tensor) -> Tensor:
-        found, known_M = each[source_M.clamp(min=0)], source_M >= 0
+        found = each[source_M.clamp(min=0)]
+        known_M = source_M >= 0
         if name == "ids":  # valid ones: the student's sums are over them
             return found
         blank = FLOOR if name == "logprobs" else 0.0
@@ -131,7 +132,8 @@ def condensed(targets: DenseTargets, cells: TeacherCells, source_M: Tensor, pref
     source_M, prefix_M = source_M.to(device), prefix_M.to(device)
     logprobs_MV = targets.logprobs[source_M, : len(cells.of_token)]
     mass_MV = logprobs_MV.to(torch.promote_types(logprobs_MV.dtype, torch.float32)).exp()
-    size, count = mass_MV.shape[1], cells.count
+    size = mass_MV.shape[1]
+    count = cells.count
     cell_V = torch.where(cells.of_token[:size] < 0, count, cells.of_token[:size])
     by_cell_MC = mass_MV.new_zeros(len(mass_MV), count + 1).index_add_(1, cell_V, mass_MV)[:, :count]
     if len(some):
@@ -200,7 +202,8 @@ def coarsened(
     cell_MK = cell_MK.gather(1, order_MK)
     logprobs_MK = mass_MK.log().masked_fill(cell_MK == _ABSENT, FLOOR)
     none_M = rows.label_logprob.new_zeros(len(rows))
-    tail_M2, partial_MK = none_M[:, None].expand(-1, 2), None
+    tail_M2 = none_M[:, None].expand(-1, 2)
+    partial_MK = None
     top_k = 0 if rows.num_samples else rows.top_k
     if top_k:
         there_MK = cell_MK != _ABSENT

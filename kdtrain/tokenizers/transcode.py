@@ -64,7 +64,8 @@ def teacher_stream(rows: Iterable[Mapping[str, _Array]], joined: bool, teacher: 
         begins = slice(0, count)
         if joined:
             begins = slice(0, 1 if number == 0 else 0)
-        part["position"][begins, 0], part["start"][begins, 0] = -1, True
+        part["position"][begins, 0] = -1
+        part["start"][begins, 0] = True
         whole = part[:, 1:].ravel() if joined else part.ravel()
         yield np.concatenate([part[begins, 0], whole]) if joined else whole
         number += count
@@ -83,7 +84,8 @@ def is_joined(tokens_nT1: Iterable[_Array]) -> bool:
 def documents_of(stream: Iterable[_Array]) -> Iterator[_Array]:
     """Yield whole documents, a quarter of a million tokens at a time. UsageError: one has more than `MOST_TOKENS`."""
     parts: list[_Array] = []
-    size, least = 0, _BATCH
+    size = 0
+    least = _BATCH
     for part in stream:
         parts.append(part)
         size += len(part)
@@ -94,7 +96,8 @@ def documents_of(stream: Iterable[_Array]) -> Iterator[_Array]:
         end = int(begins[-1]) if len(begins) else 0
         if end:
             yield whole[:end]
-        parts, size = [whole[end:]], len(whole) - end
+        parts = [whole[end:]]
+        size = len(whole) - end
         if size > MOST_TOKENS:
             raise UsageError(
                 f"a document of the cache has more than {MOST_TOKENS:,} tokens, which a view across tokenizers cannot "
@@ -217,7 +220,10 @@ class Transcoder:
     ) -> tuple[_Array, _Array]:
         """Return the student's stream with the fields token and start, and bytes [M]."""
         bos, writes_bos = self.student.tokenizer.bos_token_id, self.student.writes_bos
-        tokens, sizes, begins, length = [np.empty(0, np.int32)], [np.empty(0, np.int64)], dict[int, int](), 0
+        tokens = [np.empty(0, np.int32)]
+        sizes = [np.empty(0, np.int64)]
+        begins = dict[int, int]()
+        length = 0
         for part, own in enumerate(encoded):
             number = int(document[part])
             if bad[number]:
@@ -251,7 +257,9 @@ def holders(sizes_N: _Array, sizes_M: _Array, counts_N: _Array) -> tuple[_Array,
     ends_N, ends_M = np.cumsum(sizes_N, dtype=np.int64), np.cumsum(sizes_M, dtype=np.int64)
     if ends_N[-1:].sum() != ends_M[-1:].sum():
         raise ValueError(f"one stream has {ends_N[-1:]} bytes, the other {ends_M[-1:]}")
-    starts_N, starts_M, real_M = ends_N - sizes_N, ends_M - sizes_M, sizes_M > 0
+    starts_N = ends_N - sizes_N
+    starts_M = ends_M - sizes_M
+    real_M = sizes_M > 0
     holder = np.append(np.repeat(np.arange(len(sizes_N)), sizes_N), -1)
     source_M = np.where(real_M, holder[starts_M], -1)
     offset_M = np.where(real_M, starts_M - np.append(starts_N, 0)[source_M], 0)

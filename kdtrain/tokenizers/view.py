@@ -54,7 +54,8 @@ class View:
             raise UsageError(
                 f"{folder} is the view of another cache than {cache.name}; remove it, or name another --out"
             )
-        self.seq_len, count = self.record.settings["seq_len"], self.record.cells["count"]
+        self.seq_len = self.record.settings["seq_len"]
+        count = self.record.cells["count"]
         stored = self.record.cells_file(folder).mapped().astype(np.int64)
         theirs, own, starts, spelled = np.split(stored, np.cumsum(self.record.parts)[:-1])
         fits = theirs.min() >= -1 and theirs.max() < count and own.min() >= 0 and own.max() <= count
@@ -63,7 +64,8 @@ class View:
         fits &= spelled.min() >= 0 and spelled.max() < len(own)
         if not fits or not np.bincount(own, minlength=count)[:count].all():
             raise UsageError(f"{folder / CELLS} holds impossible cells; remove the folder")
-        self.cells, self.spelling = Cells(theirs, own, count), Spelling(starts, spelled, len(own))
+        self.cells = Cells(theirs, own, count)
+        self.spelling = Spelling(starts, spelled, len(own))
 
     def lines(self) -> list[str]:
         """Describe the costs of reading the cache with another tokenizer, for people."""
@@ -177,7 +179,8 @@ class ViewReader(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return several rows in one read; PyTorch's loaders call this."""
-        fields, size = self.read(indices).fields(), len(indices)
+        fields = self.read(indices).fields()
+        size = len(indices)
         fields["vocabulary"] = torch.tensor([self.view.record.sizes[1]] * 2).expand(size, -1)
         fields["temperature_range"] = torch.ones(size, 2, dtype=torch.float64)
         return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
@@ -209,18 +212,21 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         if source.max() >= len(self.reader) * length:
             raise RunError(f"{self.view.folder} names rows that the cache does not have; remove it")
         places = np.flatnonzero(source >= 0)
-        positions, within = source[places], prefix[places] > 0
+        positions = source[places]
+        within = prefix[places] > 0
         numbers = np.unique(positions // length) if len(places) else np.zeros(1, np.int64)
 
         def place(positions: np.ndarray) -> np.ndarray:
             return np.searchsorted(numbers, positions // length) * length + positions % length
 
-        at, number = np.full(len(source), -1), np.zeros(len(source), np.int64)
+        at = np.full(len(source), -1)
+        number = np.zeros(len(source), np.int64)
         at[places], number[places] = place(positions), prefix[places]
         own = torch.from_numpy(self.view.cells.of_student[rows["tokens"][:, 1:]].ravel())
         near, label_N, sizes_N = self._answers(numbers, torch.from_numpy(at), torch.from_numpy(number), own)
         # a label of the teacher's belongs to the token that it begins within, or to the last one before that is known
-        begin, row = place(positions + within), places // self.view.seq_len
+        begin = place(positions + within)
+        row = places // self.view.seq_len
         end = np.where(np.append(row[1:], -1) == row, np.append(begin[1:], 0), begin + ~within)
         found = np.zeros((2, len(source)))
         for into, each in zip(found, (label_N, sizes_N), strict=True):
@@ -250,8 +256,12 @@ class ViewReader(Dataset[dict[str, Tensor]]):
         groups = [numbers] if ask is None else np.split(numbers, range(_ASKED, len(numbers), _ASKED))
         batches = [self.reader.read(each.tolist()) for each in groups]
         whole: Iterator[Targets | None] = (each.targets if ask is None else ask(each) for each in batches)
-        parts, labels, order = list[SparseTargets](), list[Tensor](), at.argsort(stable=True)
-        near, wanted, first = None, at[order], 0
+        parts = list[SparseTargets]()
+        labels = list[Tensor]()
+        order = at.argsort(stable=True)
+        near = None
+        wanted = at[order]
+        first = 0
         for targets in whole:
             if targets is None:
                 raise UsageError(f"{self.view.cache.name} holds no teacher's numbers")

@@ -91,7 +91,8 @@ def build_view(
     RunError: a shard is damaged, the disk is full.
     """
     _refuse_foreign(folder)
-    alignment, length = _alignment(cache, tokenizer, events), seq_len or cache.manifest.settings.seq_len
+    alignment = _alignment(cache, tokenizer, events)
+    length = seq_len or cache.manifest.settings.seq_len
     settings: ViewSettings = {
         "version": VERSION,
         "cache": cache.manifest.digest,
@@ -115,7 +116,8 @@ def build_view(
             return View(folder, cache)
         publish_json(folder / SETTINGS, {**settings}, "view.settings")
         copy_tokenizer(tokenizer, folder / TOKENIZER)
-        cells, spelling = _merged_cells(alignment, cache["train"]), alignment.spelling
+        cells = _merged_cells(alignment, cache["train"])
+        spelling = alignment.spelling
         parts = [cells.of_teacher, cells.of_student, spelling.starts, spelling.tokens]
         with published(folder / CELLS, "view.cells") as path, open(path, "wb") as file:
             np.save(file, np.concatenate(parts).astype(CELL), allow_pickle=False)
@@ -172,7 +174,8 @@ def _alignment(cache: LocalCache, tokenizer: Any, given: Mapping[str, str] | Non
     if cache.remote is not None:
         cache.remote.bring_tokenizer()
     teacher = load_tokenizer(cache.folder / TOKENIZER)
-    ends, pad = cache.manifest.end_tokens, teacher.pad_token_id
+    ends = cache.manifest.end_tokens
+    pad = teacher.pad_token_id
     # what fills the rows behind the answers of a teacher that wrote the text (`models.tokenizer`) is left out
     fills = ends and pad is not None and pad not in {*ends, teacher.eos_token_id, teacher.bos_token_id}
     return Alignment(teacher, tokenizer, {**({teacher.pad_token: ""} if fills else {}), **(given or {})})
@@ -191,7 +194,9 @@ def _documents(worker: Transcoder, reader: CacheReader, looked_at: int) -> Itera
 
 def _merged_cells(alignment: Alignment, reader: CacheReader) -> Cells:
     """Return the cells, merged from the beginning of the text: the same whether or not the split is wanted whole."""
-    worker, pairs, read = alignment.transcoder(), [], 0
+    worker = alignment.transcoder()
+    pairs = []
+    read = 0
     for documents in _documents(worker, reader, -(-_MERGED_FROM // reader.manifest.settings.seq_len)):
         out = worker(documents)
         out = out[(out["source"] >= 0) & (out["prefix"] == 0)]
@@ -212,7 +217,10 @@ def _build_split(
     progress: Callable[[int], None],
 ) -> tuple[list[ViewShard], LabelCounts]:
     """Publish the shards of a split; return them, and the counts of labels that view.json states."""
-    worker, shards, counts, last = alignment.transcoder(), list[ViewShard](), Counter[str](), False
+    worker = alignment.transcoder()
+    shards = list[ViewShard]()
+    counts = Counter[str]()
+    last = False
     stream = map(worker, _documents(worker, reader, len(reader)))
     rows = rows_of(stream, seq_len, reader.manifest.settings.document_mask)
     while not last:
@@ -229,7 +237,8 @@ def _build_split(
         at = stored["source"] >= 0
         taught = np.stack([row.kept["taught"] for row in taken])[at] if taken else np.empty(0, np.int64)
         begins = stored["prefix"][at] == 0
-        one, other = cells.of_teacher[taught], cells.of_student[stored["tokens"][:, 1:][at]]
+        one = cells.of_teacher[taught]
+        other = cells.of_student[stored["tokens"][:, 1:][at]]
         counts["labels"] += int(stored["loss_mask"].sum())
         counts["boundaries"] += int(begins.sum())
         counts["disagree"] += int((begins & (one != other) & (one >= 0)).sum())

@@ -161,7 +161,8 @@ class ViewArray(NamedTuple):
 
     def mapped(self) -> np.ndarray:
         """Map the array from its file. RunError: it is not the one that was published."""
-        path, most = self.path, self.size * self.kind.itemsize + _HEADER
+        path = self.path
+        most = self.size * self.kind.itemsize + _HEADER
         try:
             if path.is_file() and path.stat().st_size > most:  # a stranger's sparse file takes hours to read
                 raise ValueError(f"it has {path.stat().st_size} bytes, and at most {most} are right")

@@ -95,7 +95,8 @@ class GradientExplosion(Watcher[_Huge]):
     """Counts the steps in a row whose gradient norm lies above a threshold, after the warm-up steps."""
 
     def __init__(self, config: StoppingConfig) -> None:
-        self.config, self.memory = config, _Huge(0)
+        self.config = config
+        self.memory = _Huge(0)
 
     def update(self, step: int, grad_norm: float) -> str | None:
         """Take the gradient norm of a step before clipping; return why the run must end, or None."""
@@ -172,7 +173,8 @@ class SpikeDetector(Watcher[_Clean]):
 
     def reset(self) -> None:
         """Forget the spike; the clean values from before it stay."""
-        self.memory.suspicious_since, self.memory.spiky = None, 0
+        self.memory.suspicious_since = None
+        self.memory.spiky = 0
 
 
 DIVERGENCE_WINDOW = 20
@@ -191,7 +193,8 @@ class DivergenceWatch(Watcher[_Losses]):
     """Watches training and validation loss. factor: `--max-loss-ratio`."""
 
     def __init__(self, factor: float) -> None:
-        self.factor, self.memory = factor, _Losses(None, None, [])
+        self.factor = factor
+        self.memory = _Losses(None, None, [])
 
     @property
     def limit(self) -> float:
@@ -237,7 +240,8 @@ class EarlyStopping(Watcher[_Plateau]):
     """Watches the loss for a plateau, and averages the last 50 training losses."""
 
     def __init__(self, config: StoppingConfig) -> None:
-        self.config, self.memory = config, _Plateau([], None, False, None, 0)
+        self.config = config
+        self.memory = _Plateau([], None, False, None, 0)
 
     @property
     def average(self) -> float:
@@ -252,7 +256,8 @@ class EarlyStopping(Watcher[_Plateau]):
 
     def validated(self, loss: float) -> None:
         """Take a validation loss, nats; from the first one on, only validation losses count."""
-        self.memory.validates, self.memory.validation = True, loss
+        self.memory.validates = True
+        self.memory.validation = loss
 
     def plateau(self, step: int) -> str | None:
         """Return the reason for a plateau after step `step` and its validation, or None."""
@@ -264,7 +269,8 @@ class EarlyStopping(Watcher[_Plateau]):
             return None  # no validation since the last comparison
         memory.validation = None
         if math.isfinite(loss) and (memory.best is None or loss < memory.best - config.early_stopping_min_delta):
-            memory.best, memory.waited = loss, 0
+            memory.best = loss
+            memory.waited = 0
             return None
         memory.waited += 1
         if memory.waited < config.early_stopping_patience:

@@ -102,7 +102,9 @@ class NanHooks(Observer):
 
     def take(self) -> Finding | None:
         """Return the first finding since the last call, or None; the next micro-batch is number 1."""
-        first, self._first, self._micro_batch = self._first, None, 0
+        first = self._first
+        self._first = None
+        self._micro_batch = 0
         return first
 
     def remove(self) -> None:

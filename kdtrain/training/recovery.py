@@ -115,7 +115,9 @@ class Recovery:
 
         broken: what was non-finite in a skipped step; `loss` is then its value.
         """
-        adaptive, names, recovered = self.state.adaptive, list[str](), False
+        adaptive = self.state.adaptive
+        names = list[str]()
+        recovered = False
         if adaptive is None:
             return names, recovered
         from kdtrain.precision import controller as actions
@@ -184,7 +186,9 @@ class Recovery:
 
     def _skip_empty(self) -> Next:
         """Leave out data of which no token counts. RunError: so have all for an epoch."""
-        progress, batch, left_out = self.state.progress, self.stepper.batch_number, self.empty * self.config.batch_size
+        progress = self.state.progress
+        batch = self.stepper.batch_number
+        left_out = self.empty * self.config.batch_size
         text = f"batch {batch} at step {progress.step + 1}: no token counts: skipped"
         self.reporter.writers.event("skip", progress.step, batch=batch, message=text)
         progress.sequences += self.config.batch_size
@@ -198,7 +202,8 @@ class Recovery:
         if not scale.absorbs(math.isfinite(result.loss)):
             return False
         progress.sequences += self.config.batch_size
-        was, warning = scale.value, scale.update(overflowed=True)
+        was = scale.value
+        warning = scale.update(overflowed=True)
         text = f"gradients overflowed in fp16 at step {progress.step + 1}: loss scale {was:g} -> {scale.value:g}"
         log.info(text)
         self.reporter.writers.event("loss-scale", progress.step, value=scale.value, was=was, message=text)
@@ -209,7 +214,9 @@ class Recovery:
     def _skip_or_roll_back(self, result: StepResult) -> bool:
         """Count a non-finite step, leave out its data, and investigate the first one; roll back where the controller or
         `--max-skips` asks for it, and return whether that happened."""
-        progress, batch, finite = self.state.progress, self.stepper.batch_number, math.isfinite(result.loss)
+        progress = self.state.progress
+        batch = self.stepper.batch_number
+        finite = math.isfinite(result.loss)
         progress.skips_in_a_row += 1
         text = (
             f"batch {batch} at step {progress.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: skipped"
@@ -232,9 +239,11 @@ class Recovery:
         from kdtrain.training.nan_hooks import find_first, write_bundle
 
         stepper, config, writers = self.stepper, self.config, self.reporter.writers
-        batches, indices = stepper.batches(), stepper.share(self.state.progress.sequences)
+        batches = stepper.batches()
+        indices = stepper.share(self.state.progress.sequences)
         if self.hooks is not None:
-            how, finding = "hooks", self.hooks.take()
+            how = "hooks"
+            finding = self.hooks.take()
         else:
             stepper.seed(number)
             how = "run again in eager mode with hooks"
@@ -264,7 +273,8 @@ class Recovery:
                 checkpoint from before the last update.
         """
         progress, guards = self.state.progress, self.config.guards
-        size, limit = self.config.batch_size, guards.max_skips
+        size = self.config.batch_size
+        limit = guards.max_skips
         # the place in the stream of data where the last rollback ended, and where this row of skips began
         rolled_back = progress.skipped_data[-1][1] if progress.skipped_data else 0
         began = progress.sequences - progress.skips_in_a_row * size
@@ -313,7 +323,9 @@ class Recovery:
 
     def _roll_back_spike(self, result: StepResult) -> bool:
         """Check the numbers of a step that was taken, and roll back a spike or a divergence; return whether it did."""
-        step, guards, metrics = self.state.progress.step, self.state.guards, result.metrics
+        step = self.state.progress.step
+        guards = self.state.guards
+        metrics = result.metrics
         cross_entropy = metrics.get("ce", result.loss)  # without other parts the loss is the cross-entropy
         parts = {name: metrics[name] for name in ("kd_T1", "hidden") if name in metrics} | {"ce": cross_entropy}
         if (first := guards.spikes.update(step, parts, metrics.get("alpha"))) is not None:
@@ -360,7 +372,8 @@ class Recovery:
 
     def _take_snapshot(self, step: int, keep: int) -> None:
         """Copy the state to memory; at most `keep` copies stay."""
-        snapshots, tensors = self.state.snapshots, self.state.own_tensors()
+        snapshots = self.state.snapshots
+        tensors = self.state.own_tensors()
         while len(snapshots) >= keep:
             snapshots.popleft()
         try:
@@ -379,9 +392,12 @@ class Recovery:
         Raises:
             RunError: it would exceed `--max-rollbacks`.
         """
-        controller, checkpoints, progress = adaptive.controller, self.checkpoints, self.state.progress
+        controller = adaptive.controller
+        checkpoints = self.checkpoints
+        progress = self.state.progress
         checkpoints.saver.wait()
-        names, snapshots = controller.recovery_names(), self.state.snapshots
+        names = controller.recovery_names()
+        snapshots = self.state.snapshots
         name = on_main(lambda: next((each for each in names if checkpoints.store.problem(each) is None), None))
         good = None if name is None else checkpoints.load(name)
         while snapshots and not controller.evaluated(snapshots[-1].state["progress"]["step"]):
@@ -395,7 +411,8 @@ class Recovery:
                 text = "[AdaptiveQuantization] no good state is left to restore"
                 self.reporter.writers.warning("no-recovery", progress.step, text)
                 return False
-            good, factor = checkpoints.load(name), self.config.guards.spike_lr_factor
+            good = checkpoints.load(name)
+            factor = self.config.guards.spike_lr_factor
         controller.spend(good.name)
         self.restore(good, "recovery", factor)
         return True

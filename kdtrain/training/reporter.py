@@ -96,7 +96,8 @@ def sample_texts(
     tokens_BT = source.read(np.arange(min(PROMPTS, len(source)))).tokens
     seq_len = tokens_BT.shape[1] - 1
     prompt = max(1, min(PROMPT_TOKENS, seq_len // 2))
-    prompts_BT, count = tokens_BT[:, :prompt], max(1, min(NEW_TOKENS, seq_len - prompt))
+    prompts_BT = tokens_BT[:, :prompt]
+    count = max(1, min(NEW_TOKENS, seq_len - prompt))
     with student.decoding() as next_logits:
         continuations = [
             torch.stack([*generate(next_logits, prompts_BT, count, temperature, seed)], 1) for temperature in (0.0, 1.0)
@@ -121,7 +122,8 @@ class Reporter:
     ) -> None:
         self.config, self.student, self.total = config, student, total
         self.writers: Writers = SilentWriters(config.monitor)
-        self.bar, self.rate = Bar("distill", total, every=math.inf), Throughput(total)
+        self.bar = Bar("distill", total, every=math.inf)
+        self.rate = Throughput(total)
         self.init = ""
         self.texts: Callable[[], list[dict[str, str]]] | None = None
         self.reads_ahead = reads_ahead
@@ -129,7 +131,8 @@ class Reporter:
         self.gradients_checked = False
         self.bound: str | None = None
         self.utilization_known = student.device.type == "cuda"
-        objective, router = config.objective, student.router_weight
+        objective = config.objective
+        router = student.router_weight
         hidden = objective.hidden_weight if student.hidden_loss is not None else None
         learned = any(each.requires_grad for each in student.temperature.parameters())
         self.text = StepText(objective.first_alpha, term or objective.divergence, hidden, learned, router)
@@ -249,11 +252,13 @@ class Reporter:
 
     def _check_health(self, number: int, numbers: Mapping[str, float], checkpoint: int) -> None:
         """Warn of signs of trouble that are new since the line before."""
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        load = os.getloadavg()[0]
+        cores = os.cpu_count() or 1
         if not self.busy and self.student.device.type == "cpu" and load > _BUSY * cores:
             self.busy = True
             log.info("load %.1f on %d cores: other processes slow this run", load, cores)
-        rate, out = numbers.get("tok/s"), self.config.out
+        rate = numbers.get("tok/s")
+        out = self.config.out
         signs = Signs(
             step=number,
             step_seconds=numbers["tokens"] / rate if rate else None,
@@ -289,7 +294,8 @@ class Reporter:
 
     def _resources(self, number: int) -> dict[str, float]:
         """Return MiB of memory by kind, and with a log line the GPU's utilization in the last second, in percent."""
-        device, resources = self.student.device, {"memory_resident_mb": resident_mb()}
+        device = self.student.device
+        resources = {"memory_resident_mb": resident_mb()}
         if device.type == "cuda":
             resources["memory_allocated_mb"] = torch.cuda.memory_allocated(device) / 2**20
             resources["memory_reserved_mb"] = torch.cuda.memory_reserved(device) / 2**20

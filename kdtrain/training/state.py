@@ -272,7 +272,8 @@ class TrainState:
             raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
         reshard(self.student.model)  # parameters that a forward left gathered would be out of date
         for part, module in self._parts():
-            prefix, current = f"{part}.", module.state_dict()
+            prefix = f"{part}."
+            current = module.state_dict()
             for name, value in tensors.items():
                 if name.startswith(prefix):
                     entry = name.removeprefix(prefix)
@@ -329,7 +330,8 @@ def seed_everything(seed: int, step: int, data_rank: int = 0) -> None:
 def _once(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of `module` without the second name of a tied weight, and without frozen entries."""
     seen: set[int] = set()
-    unique, frozen = {}, getattr(module, "frozen", ())
+    unique = {}
+    frozen = getattr(module, "frozen", ())
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen and name not in frozen:
             unique[name] = tensor.detach()

@@ -207,7 +207,9 @@ class Stepper:
         view = StepView(number, self.student, self._run_eagerly)
         for each in self.observers:
             each.before_step(view)
-        own, waited, fits = None, 0.0, True
+        own = None
+        waited = 0.0
+        fits = True
         try:
             own, waited = self._accumulate(batches, stop, view)
         except (RuntimeError, MemoryError) as error:
@@ -219,7 +221,8 @@ class Stepper:
         if own is None:
             return StepResult(Status.INTERRUPTED)
         tensors = self._all_reduce(own, stop, save_due)
-        compared, alpha = tensors.pop("members"), self.student.loss.alpha
+        compared = tensors.pop("members")
+        alpha = self.student.loss.alpha
         if isinstance(alpha, MeasuredAlpha):
             tensors |= self._weights(compared, alpha)
         self._all_reduce_gradients()
@@ -252,7 +255,8 @@ class Stepper:
             progress.step += 1
             progress.sequences += self.config.batch_size
             progress.tokens += result.tokens
-            progress.skips_in_a_row, progress.loss = 0, result.loss
+            progress.skips_in_a_row = 0
+            progress.loss = result.loss
             alpha.update(compared)
             self.state.guards.scale.update(overflowed=False)
             self.tokens += result.tokens
@@ -416,7 +420,8 @@ class Stepper:
         )
         total = self.student.total(own, temperature)
         # filled on the device: `new_tensor` would copy from the host, which waits for all work in the queue
-        due, signal_ = total.new_full((), float(is_main() and save_due)), total.new_zeros(())
+        due = total.new_full((), float(is_main() and save_due))
+        signal_ = total.new_zeros(())
         if world_size() == 1:
             loss = total / own.tokens.double().clamp(min=1)
         else:
@@ -430,7 +435,8 @@ class Stepper:
             due, votes = vector[1], vector[2:first]
             own = LossOutput._make([*vector[first:], compared.view(-1, 6)])
             requested = [(vote > 0).double() * float(each) for vote, each in zip(votes, _SIGNALS, strict=True)]
-            loss, signal_ = vector[0] / own.tokens.clamp(min=1), torch.stack(requested).max()
+            loss = vector[0] / own.tokens.clamp(min=1)
+            signal_ = torch.stack(requested).max()
         return {**own._asdict(), "loss": loss, "T": temperature, "signal": signal_, "save_due": due}
 
     def _weights(self, compared_M6: torch.Tensor, measured: MeasuredAlpha) -> dict[str, torch.Tensor]:
@@ -486,7 +492,9 @@ class Stepper:
 
     def _result(self, read: dict[str, float], rate: float, waited: float) -> StepResult:
         """Return the result of a step from the numbers read from the device: sums over its tokens, and means."""
-        student, adaptive, count = self.student, self.state.adaptive, max(read["tokens"], 1.0)
+        student = self.student
+        adaptive = self.state.adaptive
+        count = max(read["tokens"], 1.0)
         metrics = {"loss": read["loss"]}
         weights = {name: value for name, value in read.items() if name.partition("/")[0] == "alpha"}
         weight = student.loss.alpha.value()
@@ -514,7 +522,8 @@ class Stepper:
         if self.state.guards.scale.enabled:
             metrics["loss_scale"] = self.state.guards.scale.value
         status = Status.SKIPPED if read["skipped"] else Status.TAKEN
-        tokens, save_due = int(read["tokens"]), read["save_due"] > 0
+        tokens = int(read["tokens"])
+        save_due = read["save_due"] > 0
         return StepResult(
             status, read["loss"], read["grad_norm"], tokens, save_due, metrics | self.weighed | self.written
         )
@@ -534,7 +543,8 @@ class Stepper:
             raise RunError(text, reason="oom")
         if not self.halves_for or self.micro % 2 or world_size() > 1:
             raise RunError(f"{text}; lower --micro-batch-size, or add --activation-checkpointing", reason="oom")
-        self.halves_for, self.micro = 0, self.micro // 2
+        self.halves_for = 0
+        self.micro = self.micro // 2
         self.state.optimizer.zero_grad(set_to_none=True)
         self.kept.clear()
         gc.collect()

@@ -299,7 +299,9 @@ class Student(PreTrainedModel):
         loss = per_token(output.ce, normalizer).to(output.loss.dtype)
         if not validates:
             return output._replace(loss=loss + (output.loss - output.loss.detach()))
-        size, targets, sums = batch.loss_mask.shape[1], batch.targets, []
+        size = batch.loss_mask.shape[1]
+        targets = batch.targets
+        sums = []
         rows = Supervision(labels_N, mask_N, None if targets is None or targets.parts else targets)
         for part in (slice(start, start + size) for start in range(0, len(labels_N), size)):
             own = rows[part].labels, rows[part].mask, rows[part].targets
@@ -388,7 +390,8 @@ class Student(PreTrainedModel):
     def eager(self) -> Iterator[None]:
         """Run without compiled graphs in the block: hooks are not called in a graph, and rare forwards need none."""
         before = self.backbone, self.compile_objective
-        self.backbone, self.compile_objective = self._backbone, False
+        self.backbone = self._backbone
+        self.compile_objective = False
         try:
             with self.compiled.plain() if self.compiled else contextlib.nullcontext():
                 yield
@@ -435,7 +438,8 @@ class Student(PreTrainedModel):
         tokens_BT1 = tokens_BT1.to(self.device)
         mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
         hidden_ND = self.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
-        rows, head = Supervision(tokens_BT1[:, 1:].flatten(), mask_BT.flatten(), None), self.model.head.gathered()
+        rows = Supervision(tokens_BT1[:, 1:].flatten(), mask_BT.flatten(), None)
+        head = self.model.head.gathered()
         found = [
             head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
             for _, z_RV, own in chunks(hidden_ND, head, rows, self.vocab_size)

@@ -109,7 +109,8 @@ class Trainer:
         self.stopped_by: str | None = None
         """The signal that ended training, or None."""
         # the time of this process is not part of the state
-        self.started, self.seconds = time.monotonic(), 0.0
+        self.started = time.monotonic()
+        self.seconds = 0.0
         self.earlier = 0.0, 0.0
         """Seconds and tokens of the steps of earlier processes, as metrics.jsonl has them."""
 
@@ -148,7 +149,8 @@ class Trainer:
             init: where the student's weights come from, as in its spec.
             byte_lengths: see `validate`.
         """
-        progress, texts = self.state.progress, None
+        progress = self.state.progress
+        texts = None
         self.byte_lengths = byte_lengths
         if byte_lengths is not None and isinstance(self.student.loss.alpha, MeasuredAlpha):
             self.student.loss.byte_lengths = torch.from_numpy(byte_lengths).float().to(self.student.device)
@@ -252,7 +254,8 @@ class Trainer:
         bins = [[round(number, 6) for number in each.values()] for each in calibration(metrics)]
         finite = all(math.isfinite(value) for each in bins for value in each)
         self.writers.metrics(progress.step, numbers, {"validation/calibration": bins} if finite else None)
-        loss, before = numbers["validation/loss"], progress.last_loss
+        loss = numbers["validation/loss"]
+        before = progress.last_loss
         better = before is not None and progress.best_loss is not None and loss < progress.best_loss
         log.info("%s", validation_line(progress.step, numbers, before, better))
         progress.validated_step = progress.step
@@ -269,7 +272,8 @@ class Trainer:
             return True, False, loss
         guards.stopping.validated(loss)
         progress.first_loss = loss if progress.first_loss is None else progress.first_loss
-        progress.last_loss, progress.teacher_loss = loss, numbers.get("validation/teacher_loss")
+        progress.last_loss = loss
+        progress.teacher_loss = numbers.get("validation/teacher_loss")
         progress.bytes_per_token = metrics.mean("bytes") or None
         for member in (name for name, own in members.items() if own.tokens):
             own_loss, teacher = (numbers.get(f"validation/{member}/{name}") for name in ("loss", "teacher_loss"))
@@ -279,7 +283,8 @@ class Trainer:
         diverged = guards.divergence.validated(loss)
         is_best = not diverged and (progress.best_loss is None or loss < progress.best_loss)
         if is_best:
-            progress.best_loss, progress.best_step = loss, progress.step
+            progress.best_loss = loss
+            progress.best_step = progress.step
         return diverged, is_best, loss
 
     def loss_by_part(self) -> list[float]:
@@ -295,7 +300,8 @@ class Trainer:
 
     def _begin_alpha(self, stop: StopRequest) -> None:
         """Measure alpha before the first step, where it follows withheld text; also of a run begun before it did."""
-        withheld, begun = self.stepper.withheld, self.state.progress.step > 0
+        withheld = self.stepper.withheld
+        begun = self.state.progress.step > 0
         if withheld is None or not withheld.choose(stop.read) or (begun and withheld.alpha.measured):
             return
         if begun:
@@ -318,7 +324,8 @@ class Trainer:
         if loss is None:
             return
         alpha = self.student.loss.alpha
-        first, follows = alpha.largest(), isinstance(alpha, MeasuredAlpha)
+        first = alpha.largest()
+        follows = isinstance(alpha, MeasuredAlpha)
         weak = on_main(lambda: self.on_begin is not None and self.on_begin(loss, first, follows))
         if weak and isinstance(alpha, MeasuredAlpha):
             alpha.begin_at_zero()
@@ -328,7 +335,8 @@ class Trainer:
 
         result: the step just taken; None before the first step of a process.
         """
-        progress, improved = self.state.progress, False
+        progress = self.state.progress
+        improved = False
         if result is None or self._validation_due():
             diverged, improved, loss = self.validate(stop)
             if diverged:
@@ -337,10 +345,12 @@ class Trainer:
             self._check_plateau()
         # before anything saves the step, so that a resumed run does not count the same epoch again
         epoch = progress.sequences // len(self.stepper.source)
-        ends_epoch, progress.epoch = epoch > progress.epoch, max(epoch, progress.epoch)
+        ends_epoch = epoch > progress.epoch
+        progress.epoch = max(epoch, progress.epoch)
         # The names that adaptive quantisation asks for come first: the memory in the checkpoint names those of the
         # recovery buffer, which a run that is killed between two names must find when it goes back.
-        names, adaptive = [], self.state.adaptive
+        names = []
+        adaptive = self.state.adaptive
         if result is not None and adaptive is not None:
             names = self.recovery.act(progress.step, adaptive.controller.judged(result.metrics))[0]
         if improved or progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished():

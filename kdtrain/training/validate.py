@@ -43,7 +43,8 @@ def validate(
         byte_lengths: see `models.tokenizer.byte_lengths`; None: nothing is measured in bits per byte.
         layout: of the ranks; by default a single process.
     """
-    total, part = Metrics(), part or range(len(source))
+    total = Metrics()
+    part = part or range(len(source))
     sizes = None if byte_lengths is None else torch.from_numpy(byte_lengths)
     count = len(part) if batches is None else min(len(part), batches * micro)
     for batch in own_batches(source, part[:count], micro, read, layout):
@@ -78,7 +79,8 @@ def own_batches(
 
     point: the fault that each of them is.
     """
-    own, count = layout.data_rank * micro, len(part)
+    own = layout.data_rank * micro
+    count = len(part)
     for start in range(own, count + own, layout.data_size * micro):
         faults.point(point)
         indices = np.arange(start, start + micro)
@@ -99,9 +101,13 @@ def validate_members(student: Student, source: Source, **options: Any) -> tuple[
     if not source.facts.members:
         metrics = validate(student, source, **options)
         return None if metrics is None else (metrics, {})
-    whole, micro, batches, found = Metrics(), options["micro"], options["batches"], dict[str, Metrics]()
+    whole = Metrics()
+    micro = options["micro"]
+    batches = options["batches"]
+    found = dict[str, Metrics]()
     for name, member in source.facts.members.items():
-        metrics, size = validate(student, source, **options, part=member.place), len(member.place)
+        metrics = validate(student, source, **options, part=member.place)
+        size = len(member.place)
         if metrics is None:
             return None
         found[name] = metrics

@@ -73,7 +73,8 @@ class Withheld:
 
     def _tokens(self, read: Read, part: range) -> int | None:
         """Return how many unmasked tokens some sequences have; None when `read` returns None."""
-        own, tokens = getattr(self.source, "source", self.source), 0
+        own = getattr(self.source, "source", self.source)
+        tokens = 0
         for start in range(0, len(part), _AT_ONCE):
             if (batch := read(partial(own.read, np.array(part[start : start + _AT_ONCE])))) is None:
                 return None

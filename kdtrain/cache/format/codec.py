@@ -117,7 +117,8 @@ def _sampled(
     ids_ND, counts_ND = _count(drawn_ND, vocab_size)
     kept_ND = logprobs_at(ids_ND.clamp(max=vocab_size - 1)).masked_fill_(counts_ND == 0, -torch.inf)
     order_ND = kept_ND.argsort(dim=-1, descending=True, stable=True)
-    counts_ND, absent_ND = counts_ND.gather(1, order_ND), kept_ND.gather(1, order_ND).isneginf()
+    counts_ND = counts_ND.gather(1, order_ND)
+    absent_ND = kept_ND.gather(1, order_ND).isneginf()
     ids_ND = ids_ND.gather(1, order_ND).masked_fill_(absent_ND, ABSENT)
     return ids_ND, kept_ND.gather(1, order_ND).masked_fill_(absent_ND, torch.nan), counts_ND
 

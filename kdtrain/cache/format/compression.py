@@ -76,7 +76,9 @@ def order(knots: tuple[float, ...]) -> list[int]:
 
     L(1) first, then L at the lowest knot, then the others upwards; slopes likewise; mean; deviation.
     """
-    one, last, number = knots.index(1.0), len(knots) - 1, len(knots)
+    one = knots.index(1.0)
+    last = len(knots) - 1
+    number = len(knots)
     values = list(dict.fromkeys([one, last, *range(last, -1, -1)]))
     return [*values, *(number + g for g in values), 2 * number, 2 * number + 1]
 
@@ -117,7 +119,8 @@ class Predictor:
             return cls(_whole_weights(numbers_MN, knots), knots)
         there_N = numbers_MN[0] > NOTHING
         known_N = np.concatenate([features_FN, numbers_MN])[:, there_N].astype(np.float64)
-        width, count = len(features_FN), max(1, int(there_N.sum()))
+        width = len(features_FN)
+        count = max(1, int(there_N.sum()))
         gram = known_N @ known_N.T / count
         weights = np.zeros((len(numbers_MN), len(known_N)), np.float32)
         for i in range(len(numbers_MN)):
@@ -343,7 +346,8 @@ class Coding:
 
     def pack(self, tokens_nT1: np.ndarray, kept: Arrays) -> Arrays:
         """Return the stored arrays [n, ..., T] of the encoded arrays [n, T, ...]."""
-        spec, length = self.spec, kept["ids"].shape[1]
+        spec = self.spec
+        length = kept["ids"].shape[1]
         ids_NK = rearrange(kept["ids"], "n t k -> (n t) k")
         id_codes = self.dictionary.encode(tokens_nT1[:, :-1].reshape(-1), ids_NK)
         codes_nKT = rearrange(id_codes, "(n t) k -> n k t", t=length)
@@ -383,7 +387,8 @@ class Coding:
             codes_KT = numbers_RT[:entries].copy()
             for k in range(1, entries):  # np.cumsum along rows takes three times as long
                 np.add(codes_KT[k - 1], codes_KT[k], out=codes_KT[k])
-            logprobs_KT, counts_KT = logprobs_of(codes_KT), numbers_RT[entries : entries + spec.num_samples]
+            logprobs_KT = logprobs_of(codes_KT)
+            counts_KT = numbers_RT[entries : entries + spec.num_samples]
         ids_KT = self.dictionary.decode(tokens_T1[:-1], ids_KT)
         known_FT = features(logprobs_KT[: spec.top_k])
         columns["ids"][:], columns["logprobs"][:] = ids_KT, logprobs_KT
@@ -421,7 +426,8 @@ def unpack(sequences: Sequence[tuple[Coding, np.ndarray, np.ndarray, np.ndarray]
     Each sequence is its coding, its tokens [T + 1] and its stored ids and numbers. They are unpacked one at a time:
     the working set stays in a core's cache, and the result is the only large array.
     """
-    spec, length = sequences[0][0].spec, len(sequences[0][1]) - 1
+    spec = sequences[0][0].spec
+    length = len(sequences[0][1]) - 1
     shapes = {"ids": (spec.columns, "i8"), "logprobs": (spec.columns, "f4"), "tail": (2 * len(spec.knots) + 2, "f4")}
     shapes |= {"label_logprob": (1, "f4")} | ({"counts": (spec.columns, "u1")} if spec.num_samples else {})
     columns = {name: np.empty((rows, len(sequences), length), dtype) for name, (rows, dtype) in shapes.items()}
@@ -440,7 +446,8 @@ def _by_count(codes_nKT: np.ndarray, counts_nKT: np.ndarray) -> tuple[np.ndarray
     """
     keys_nTK = (255 - rearrange(counts_nKT, "n k t -> n t k").astype(np.int64)) << 32
     keys_nKT = rearrange(np.sort(keys_nTK | rearrange(codes_nKT, "n k t -> n t k")), "n t k -> n k t")
-    codes_nKT, counts_nKT = keys_nKT & 0xFFFFFFFF, 255 - (keys_nKT >> 32)
+    codes_nKT = keys_nKT & 0xFFFFFFFF
+    counts_nKT = 255 - (keys_nKT >> 32)
     below_nKT = np.diff(counts_nKT, axis=1, prepend=0)
     steps_nKT = np.diff(codes_nKT, axis=1, prepend=0)
     below_nKT[:, 1:] *= -1
@@ -452,7 +459,9 @@ def _counted(ids_KT: np.ndarray, below_KT: np.ndarray) -> tuple[np.ndarray, np.n
     """Return the codes (int32 or int64) and counts of one sequence, both [K, T]: the inverse of `_by_count`."""
     # a sum of at most 255 codes of 16 bits fits into 32
     codes_KT = ids_KT.astype(np.int32 if ids_KT.dtype == np.uint16 else np.int64)
-    counts_KT, equal_KT, before_T = below_KT.copy(), below_KT == 0, np.empty_like(codes_KT[0])
+    counts_KT = below_KT.copy()
+    equal_KT = below_KT == 0
+    before_T = np.empty_like(codes_KT[0])
     for k in range(1, len(codes_KT)):
         np.subtract(counts_KT[k - 1], below_KT[k], out=counts_KT[k])
         np.multiply(codes_KT[k - 1], equal_KT[k], out=before_T)

@@ -64,7 +64,8 @@ class _Sink(RawIOBase):
         return self.raw.tell()
 
     def write(self, data: Any) -> int:
-        view, start = memoryview(data).cast("B"), self.tell()
+        view = memoryview(data).cast("B")
+        start = self.tell()
         done = 0
         try:
             while self.error is None and done < len(view):
@@ -76,11 +77,13 @@ class _Sink(RawIOBase):
         return len(view)
 
     def readinto(self, buffer: Any) -> int:
-        view, start = memoryview(buffer).cast("B"), self.tell()
+        view = memoryview(buffer).cast("B")
+        start = self.tell()
         stored = self.raw.read(len(view))
         view[:] = stored + bytes(len(view) - len(stored))
         for offset, piece in self.unwritten:
-            low, high = max(offset, start), min(offset + len(piece), start + len(view))
+            low = max(offset, start)
+            high = min(offset + len(piece), start + len(view))
             if low < high:
                 view[low - start : high - start] = piece[low - offset : high - offset]
         return len(view)
@@ -240,8 +243,10 @@ class StoredRows:
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         self._handle, self._dtype = dataset.id, dataset.dtype
-        self._type, self._space = h5py.h5t.py_create(dataset.dtype), dataset.id.get_space()
-        self._shape, self._rest = dataset.shape[1:], (0,) * len(dataset.shape[1:])
+        self._type = h5py.h5t.py_create(dataset.dtype)
+        self._space = dataset.id.get_space()
+        self._shape = dataset.shape[1:]
+        self._rest = (0,) * len(dataset.shape[1:])
         self._one = h5py.h5s.create_simple((1, *self._shape))
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -309,15 +314,19 @@ class Hdf5File:
     def messages(self, header: int) -> list[tuple[int, bytes]]:
         """Return the kind and the content of each message in an object header."""
         version, count, size = self.fields(header, "BxHxxxxI")
-        blocks, found, left = [(header + 16, size)], [], _MAX_BYTES
+        blocks = [(header + 16, size)]
+        found = []
+        left = _MAX_BYTES
         for start, size in blocks:
             left -= size
             if version != 1 or left < 0:
                 raise ValueError("an object header of it has another layout")
-            block, at = self.read(start, size), 0
+            block = self.read(start, size)
+            at = 0
             while at < size:
                 kind, length, flags = struct.unpack_from("<HHB", block, at)
-                content, at = block[at + 8 : at + 8 + length], at + 8 + length
+                content = block[at + 8 : at + 8 + length]
+                at = at + 8 + length
                 if kind in _FOREIGN:
                     raise ValueError(f"it has {_FOREIGN[kind]}")
                 if flags not in (0, 1) or at > size:
@@ -340,7 +349,8 @@ class Hdf5File:
         sound = node[:6] == (b"TREE", 0, 0, 1, _NOWHERE, _NOWHERE) and (mark, version) == (b"HEAP", 0)
         if rest != [link.table] or not sound or size > _MAX_BYTES or leaf[:2] != (b"SNOD", 1) or leaf[2] > 8:
             raise ValueError("a group of it has another layout")
-        heap_bytes, links = self.read(names, size), {}
+        heap_bytes = self.read(names, size)
+        links = {}
         for number in range(leaf[2]):
             start, header, kind, _, table = self.fields(node[7] + 8 + 40 * number, "QQII16s")
             name = heap_bytes[start:].partition(b"\0")[0].decode()
@@ -351,11 +361,14 @@ class Hdf5File:
         return links, dict(self._attribute(each) for each in attributes)
 
     def _attribute(self, content: bytes) -> tuple[str, Any]:
-        parts, at = [], 8
+        parts = []
+        at = 8
         for size in struct.unpack_from("<2x3H", content):
             parts.append(content[at : at + size])
             at += -(-size // 8) * 8
-        name, kind, space = parts[0].rstrip(b"\0").decode(), parts[1], parts[2]
+        name = parts[0].rstrip(b"\0").decode()
+        kind = parts[1]
+        space = parts[2]
         spelling = {(0, 8): "q", (1, 8): "d", (9, 16): "IQI"}.get((kind[0] & 15, *struct.unpack_from("<4xI", kind)))
         if spelling is None:
             raise ValueError(f"its attribute '{name[:80]}' has another type")
@@ -367,7 +380,8 @@ class Hdf5File:
 
     def _text(self, size: int, heap: int, wanted: int) -> str:
         mark, version, total = self.fields(heap, "4sB3xQ")
-        content, at = self.read(heap, min(total, _MAX_BYTES)), 16
+        content = self.read(heap, min(total, _MAX_BYTES))
+        at = 16
         while (mark, version) == (b"GCOL", 1) and at + 16 <= len(content):
             number, length = struct.unpack_from("<H6xQ", content, at)
             if number == wanted:
@@ -409,7 +423,10 @@ class _Expected:
     """A data set as the format defines it: `number` sequences of `each`; with None, all of `each`."""
 
     def __init__(self, name: str, each: DatasetLayout, number: int | None = None) -> None:
-        self.name, self.dtype, self.bits, self.block = name, each.dtype, each.bits, each.block
+        self.name = name
+        self.dtype = each.dtype
+        self.bits = each.bits
+        self.block = each.block
         self.shape = each.shape if number is None else (number, *each.shape)
         self.chunk = each.chunk if number is None else (min(number, each.sequences), *each.chunk)
         self.fill = 0 if number is None else each.fill
@@ -474,7 +491,8 @@ def _compare(file: Hdf5File, link: Link, expected: _Expected) -> int:
     needed = {SPACE, TYPE, FILL, LAYOUT, FILTERS}
     if len(found) != len(messages) or not needed <= found.keys() <= needed | {OLD_FILL}:
         raise ValueError(f"'{expected.name}' is not stored as the format defines it")
-    rank, width = len(expected.shape), expected.dtype.itemsize
+    rank = len(expected.shape)
+    width = expected.dtype.itemsize
     (tree,) = struct.unpack_from("<3xQ", found[LAYOUT])
     shape = struct.pack(f"<3B5x{2 * rank}Q", 1, rank, 1, *expected.shape, *expected.shape)
     chunks = struct.pack(f"<3BQ{rank + 1}I", 3, 2, rank + 1, tree, *expected.chunk, width)
@@ -509,7 +527,8 @@ def _is_fill(content: bytes, expected: _Expected) -> bool:
 def _filters(content: bytes) -> list[tuple[int, ...]]:
     """Return the number of each filter, and the options that decide what a chunk unpacks to."""
     version, count = struct.unpack_from("<BB", content)
-    found, at = [], 8
+    found = []
+    at = 8
     for _ in range(count if version == 1 else 0):
         number, name, _, options = struct.unpack_from("<4H", content, at)
         values = struct.unpack_from(f"<{options}I", content, at + 8 + name)
@@ -524,7 +543,8 @@ def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:
     number = math.prod(expected.counts)
     if number > file.size // _LEAST_CHUNK:
         raise ValueError(f"'{expected.name}' lacks chunks")
-    parts, left = [], number
+    parts = []
+    left = number
     for part in file.chunks(tree, len(expected.shape)):
         parts.append(part)
         left -= len(part)
@@ -551,12 +571,14 @@ def _unpacks_by_bytes(file: Hdf5File, address: int, size: int, expected: _Expect
 
 def _unpacks_by_bits(file: Hdf5File, address: int, size: int, expected: _Expected) -> bool:
     """Return True if a chunk of bitshuffle declares the size of the chunk, and its blocks end where it ends."""
-    width, numbers = expected.dtype.itemsize, math.prod(expected.chunk)
+    width = expected.dtype.itemsize
+    numbers = math.prod(expected.chunk)
     total, block, length = struct.unpack(">QII", file.read(address, 16))
     if (total, block) != (expected.chunk_bytes, expected.block * width):
         return False
     whole, rest = divmod(numbers, expected.block)
-    blocks, at = whole + (rest >= 8), 12
+    blocks = whole + (rest >= 8)
+    at = 12
     for number in range(blocks):
         if number:
             length = int.from_bytes(file.read(address + at, 4), "big")

@@ -315,7 +315,8 @@ def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
 
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:
-    per_shard, pieces = settings.sequences_per_shard, settings.format_version == cache_format.PIECES
+    per_shard = settings.sequences_per_shard
+    pieces = settings.format_version == cache_format.PIECES
     counts = [shard["sequences"] for shard in stated["shards"]]
     full = all(count == per_shard for count in counts[:-1]) and 1 <= counts[-1] <= per_shard
     whole = all(counts) if pieces else full

@@ -127,7 +127,8 @@ def _sparse_layout(spec: "CodecSpec", length: int) -> dict[str, DatasetLayout]:
 
 
 def _dense_layout(spec: "CodecSpec", length: int) -> dict[str, DatasetLayout]:
-    half, block = np.dtype(np.float16), max(1, min(length, _DENSE_CHUNK_BYTES // (2 * spec.vocab_size)))
+    half = np.dtype(np.float16)
+    block = max(1, min(length, _DENSE_CHUNK_BYTES // (2 * spec.vocab_size)))
     label, every = (f"teacher log p of {what} at T = 1, nats" for what in ("the label", "every entry"))
     return {
         "label_logprob": DatasetLayout((length,), half, (length,), label),
@@ -255,7 +256,8 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
     """Return every data set of a shard by name."""
     segment = next(np.dtype(t) for t in (np.uint8, np.uint16, np.uint32) if seq_len <= np.iinfo(t).max)  # one is free
     flags = "1: the label of this position counts in the loss; 2: the teacher had no numbers"
-    document, several = "number of the document within its sequence", max(1, _FLAGS // seq_len)
+    document = "number of the document within its sequence"
+    several = max(1, _FLAGS // seq_len)
     row, text = (seq_len,), (seq_len + 1,)
     return {
         "tokens": DatasetLayout(text, spec.id_dtype, text, "tokens[t + 1] is the label of position t", bits=False),
@@ -271,7 +273,8 @@ def dictionary_sets(spec: CodecSpec, rows: int, common: int) -> dict[str, Datase
 
     Their shapes are complete: no n precedes them.
     """
-    numbers, features = 2 * len(spec.knots) + 2, 7 if spec.top_k else 1
+    numbers = 2 * len(spec.knots) + 2
+    features = 7 if spec.top_k else 1
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "context_row": ((spec.vocab_size,), np.min_scalar_type(max(1, rows - 1))),
         "candidates": ((rows, WIDTH), spec.id_dtype),

@@ -54,7 +54,8 @@ def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
     if spec.written and not (arrays[POLICY].min() >= FLOOR and arrays[POLICY].max() <= _ROUNDED):
         raise ValueError("the student's log-probability of a label is not between -10,000 and 0")
     if spec.coded:
-        numbers_nRT, entries = arrays["numbers"], spec.columns
+        numbers_nRT = arrays["numbers"]
+        entries = spec.columns
         wide = np.uint32 if entries < 2**16 else np.uint64  # sums do not wrap around
         if numbers_nRT[:, -1].max() == np.iinfo(np.uint16).max:
             raise ValueError("it lacks targets")
@@ -96,7 +97,9 @@ def _are_logprobs(values: np.ndarray) -> bool:
 
 def check_values(kept: Arrays, spec: CodecSpec) -> None:
     """Raise ValueError if unpacked sparse sequences, arrays [n, T, ...], are not distributions."""
-    ids, top_k, one = kept["ids"], spec.top_k, spec.knots.index(1.0)
+    ids = kept["ids"]
+    top_k = spec.top_k
+    one = spec.knots.index(1.0)
     if top_k and ids[..., :top_k].max() >= spec.vocab_size:
         raise ValueError("one of the top-k entries is absent")
     with np.errstate(over="ignore"):
@@ -111,7 +114,8 @@ def check_values(kept: Arrays, spec: CodecSpec) -> None:
             drawn_nT = _mass(np.where(absent, FLOOR, kept["logprobs"][..., top_k:]))
     if not (top_nT + np.maximum(drawn_nT, tail_nT)).max() <= MASS:
         raise ValueError("the probabilities of a token sum to more than 1")
-    number, most = len(spec.knots), math.log(spec.vocab_size) + 0.1
+    number = len(spec.knots)
+    most = math.log(spec.vocab_size) + 0.1
     for name, found, low, high in (
         ("log-partition", kept["tail"][..., :number], _LEAST, most),
         ("slope", kept["tail"][..., number:], _LEAST, 0.1),

@@ -58,7 +58,9 @@ class Mixture(Dataset[dict[str, Tensor]]):
             self.order = order.MixedOrder.weighted([len(each) for each in members], weights)
         except (ValueError, TypeError) as error:
             raise UsageError(f"a mixture needs data sets with a length, and weights above 0: {error}") from None
-        self.members, self.seed, self.epoch = list(members), as_whole(seed, "seed"), 0
+        self.members = list(members)
+        self.seed = as_whole(seed, "seed")
+        self.epoch = 0
         names, settings, taught, spans = [*zip(*filter(None, map(_stated, members)), strict=True)] or [()] * 4
         refuse_unlike(names, settings, taught)
         self.temperature_range = common_range(names, spans)
@@ -83,10 +85,12 @@ class Mixture(Dataset[dict[str, Tensor]]):
             raise IndexError(f"{wrong[0]} is not a place among the {len(self)} of an epoch")
         start = self.epoch * len(self)
         drawn = np.array([self.order.batch(self.seed, start + int(each), 1)[0] for each in indices])
-        members, found = self.order.members(drawn), dict[int, dict[str, Tensor]]()
+        members = self.order.members(drawn)
+        found = dict[int, dict[str, Tensor]]()
         for member in np.unique(members).tolist():
             places = np.flatnonzero(members == member)
-            numbers, source = (drawn[places] - self.order.firsts[member]).tolist(), self.members[member]
+            numbers = (drawn[places] - self.order.firsts[member]).tolist()
+            source = self.members[member]
             several = getattr(source, "__getitems__", None)
             items = several(numbers) if several is not None else [source[each] for each in numbers]
             found |= zip(places.tolist(), map(self._completed, items), strict=True)
@@ -173,7 +177,8 @@ def common_range(names: Sequence[str], spans: Sequence[tuple[float, float] | Non
     known = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
     if not known:
         return None
-    low, high = max(span[0] for span in known.values()), min(span[1] for span in known.values())
+    low = max(span[0] for span in known.values())
+    high = min(span[1] for span in known.values())
     if low > high:
         each = ", ".join(f"{name} is for {span[0]:.3g} to {span[1]:.3g}" for name, span in known.items())
         raise UsageError(f"no temperature is right for all members: {each}; leave one out")

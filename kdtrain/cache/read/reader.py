@@ -139,7 +139,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return several sequences from one read; PyTorch's loaders call this."""
         fields = self.read(indices).fields()
-        settings, size = self.manifest.settings, len(indices)
+        settings = self.manifest.settings
+        size = len(indices)
         fields["vocabulary"] = torch.tensor([settings.vocab_size, settings.tokenizer_size]).expand(size, -1)
         if (valid := self.manifest.temperature_range) is not None:
             span = torch.tensor([valid["min"], valid["max"]], dtype=torch.float64)
@@ -219,7 +220,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         rows: of these alone, within the shard, ascending, as a shard that begins with the number `first`. link: a whole
         one may be the same file. RunError: it is damaged.
         """
-        source, settings = self.shard_file(number), self.manifest.settings
+        source = self.shard_file(number)
+        settings = self.manifest.settings
         if rows is not None:
             return copy_rows(source, path, settings.codec, settings.seq_len, self.split, first, rows)
         if link and not source.is_symlink():
@@ -285,7 +287,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
     def _shard(self, number: int) -> Shard:
         if self._process != os.getpid():
             # A parent's handles share its file offsets and locks: a child may drop them, but not read through them.
-            self._open, self._process = OrderedDict(), os.getpid()
+            self._open = OrderedDict()
+            self._process = os.getpid()
         _readers[id(self)] = self
         if number not in self._open:
             try:
@@ -295,7 +298,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
                     raise
                 self.remote.ensure(self._shards[number], altered=True)
                 self._verify(number)
-            shard, there = self._closed.pop(number, None), _of_process()
+            shard = self._closed.pop(number, None)
+            there = _of_process()
             while sum(len(each._open) for each in there) >= MAX_OPEN:
                 times = {each: [shard.read_at for shard in list(each._open.values())] for each in there}
                 if not any(
@@ -321,7 +325,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
             raise AlteredError("its size differs from the manifest's")
         if file_digest(path) != self._shards[number]["sha256"]:
             raise AlteredError("its content changed: its SHA-256 differs from the manifest's")
-        settings, sequences = self.manifest.settings, self._shards[number]["sequences"]
+        settings = self.manifest.settings
+        sequences = self._shards[number]["sequences"]
         first = self._shards[number].get("first_sequence", int(self.first_rows[number]))
         check_structure(path, settings.codec, settings.seq_len, self.split, first, sequences)
         self._verified[number], self._checked[number] = seen, np.zeros(sequences, bool)
@@ -351,7 +356,8 @@ class LocalCache:
     split_type: type[CacheReader] = CacheReader
 
     def __init__(self, folder: Path | str, manifest: Manifest | None = None, remote: ShardSource | None = None) -> None:
-        self.folder, self.remote = Path(folder), remote
+        self.folder = Path(folder)
+        self.remote = remote
         self.name = str(folder if remote is None else remote.address)
         self.manifest: Manifest = manifest or read_manifest(folder)
         self._splits: dict[str, CacheReader] = {}

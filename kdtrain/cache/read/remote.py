@@ -86,7 +86,8 @@ class Remote:
 
         UsageError, RunError: it cannot be fetched.
         """
-        path, what = self.folder / name, f"{self.address}: {printable(name)}"
+        path = self.folder / name
+        what = f"{self.address}: {printable(name)}"
         sha256 = expected if isinstance(expected, str) else None
 
         def sound(path: Path) -> bool:
@@ -215,7 +216,8 @@ def _fetched_remote(address: Address, *, brief: bool) -> Remote:
     """Return a cache as it is now, on the hub at the commit of its revision. brief: a copy here can take its place."""
     from kdtrain.net import hub, request
 
-    retry, name = request.BRIEF if brief else request.CONTACT, cache_format.MANIFEST
+    retry = request.BRIEF if brief else request.CONTACT
+    name = cache_format.MANIFEST
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as folder:
         part = Path(folder) / name
         try:

@@ -161,7 +161,8 @@ def shard_errors(path: Path, source: str | None = None) -> Iterator[None]:
     except (MemoryError, RunError):
         raise
     except Exception as error:
-        cache, system = path.parents[1], system_error(error)
+        cache = path.parents[1]
+        system = system_error(error)
         if not cache.is_dir():
             raise RunError(
                 f"the cache {cache} is gone and shard {path.name} cannot be read; put it back, and run the same "

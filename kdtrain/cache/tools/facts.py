@@ -54,7 +54,8 @@ def heading(settings: CacheSettings) -> str:
 def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value: value) -> dict[str, str]:
     """Return the facts about a cache, by label; `public` makes names of places fit to be published."""
     settings, codec, data = manifest.settings, manifest.codec, manifest.settings.data
-    record, dtype = settings.teacher or {}, (settings.teacher or {}).get("dtype")
+    record = settings.teacher or {}
+    dtype = (settings.teacher or {}).get("dtype")
     teacher = f"{public(record.get('spec') or 'unknown')}{'' if dtype in (None, 'unknown') else f', {dtype}'}"
     counts = manifest.text_counts or {}
     lost = [f"{split}: {count:,} {what}" for split, each in counts.items() for what, count in each.items()]

@@ -140,7 +140,9 @@ def _read(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the L labels tokens[u], u = 2 .. T-1, that may be judged; which of them equal a neighbour; how many each
     row has; their masses and ranks [L, S]."""
     assert batch.targets is not None
-    tokens_BT, mask_BT, segments_BT = batch.tokens[:, :-1], batch.loss_mask, batch.segments
+    tokens_BT = batch.tokens[:, :-1]
+    mask_BT = batch.loss_mask
+    segments_BT = batch.segments
     counted_BU = mask_BT[:, :-2] & mask_BT[:, 1:-1] & mask_BT[:, 2:]
     counted_BU &= (segments_BT[:, :-2] == segments_BT[:, 2:]) & (segments_BT[:, 1:-1] == segments_BT[:, 2:])
     label_BU = tokens_BT[:, 2:]
@@ -183,7 +185,9 @@ def _sign_test(won: int, lost: int) -> float:
 
 MOST = 10.0
 """Times as many labels outside as the mass promises, from which on it is not the teacher's."""
-_LEAST, _ERRORS, _ROWS = 0.005, 5.0, 5
+_LEAST = 0.005
+_ERRORS = 5.0
+_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,8 @@ def kept_mass(batch: Batch) -> dict[str, Any]:
     return {"positions": len(mass_N), "kept_mass": round(float(mass_N.mean()), 6), "mass_loss": round(loss, 6)}
 
 
-ROWS, SECONDS = 64, 20.0
+ROWS = 64
+SECONDS = 20.0
 _SAMPLES_LEVEL = 1e-5
 _ENTRIES = 2**28  # that are held at once
 _LEAST_MATCHED = 0.1
@@ -391,16 +396,21 @@ def examine(
 def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:
     """Return sums over the positions that count: loss, entropy, label's mass, its expectation, samples' deviation."""
     assert batch.targets is not None
-    mask_N, labels_N = batch.loss_mask.flatten(), batch.tokens[:, 1:].flatten()[batch.loss_mask.flatten()]
+    mask_N = batch.loss_mask.flatten()
+    labels_N = batch.tokens[:, 1:].flatten()[batch.loss_mask.flatten()]
     targets = batch.targets.map(lambda _, each: each[mask_N])
     ids_NK, mass_NK = targets.listed()
     label_NK = ids_NK == labels_N[:, None]
     logprob_N = targets.label_logprob.double()
     mass_N, expected_N = (mass_NK * label_NK).sum(-1), mass_NK.square().sum(-1)
-    entropy_N, away, variance = torch.full_like(logprob_N, math.nan), 0.0, 0.0
+    entropy_N = torch.full_like(logprob_N, math.nan)
+    away = 0.0
+    variance = 0.0
     if isinstance(targets, SparseTargets):
-        one, knots = targets.knots.index(1.0), len(targets.knots)
-        tail_N, slope_N = targets.tail[:, one].exp(), targets.tail[:, knots + one]
+        one = targets.knots.index(1.0)
+        knots = len(targets.knots)
+        tail_N = targets.tail[:, one].exp()
+        slope_N = targets.tail[:, knots + one]
         top_NH = mass_NK[:, : targets.top_k]
         entropy_N = -torch.special.xlogy(top_NH, top_NH).sum(-1) - tail_N * slope_N
         if targets.num_samples:
@@ -433,7 +443,8 @@ def _matched(batches: Sequence[Batch]) -> tuple[list[tuple[int, int]], int]:
     found = []
     row = 0
     for batch in batches:
-        targets, length = batch.targets, batch.loss_mask.shape[1]
+        targets = batch.targets
+        length = batch.loss_mask.shape[1]
         assert targets is not None
         for b in range(len(batch.tokens)):
             other = other_row(targets[b * length : (b + 1) * length], row, labels_RT, batch.loss_mask[b])
@@ -449,7 +460,8 @@ def other_row(targets: Targets, own: int, labels_RT: Tensor, counted_T: Tensor) 
     """
     ids_NK, mass_NK = targets.map(lambda _, each: each[counted_T]).listed()
     kept = mass_NK.topk(min(50, mass_NK.shape[1]))
-    ids_NK, mass_NK = ids_NK.gather(1, kept.indices), kept.values
+    ids_NK = ids_NK.gather(1, kept.indices)
+    mass_NK = kept.values
     labels_RN = labels_RT[:, counted_T]
     fits_R = torch.zeros(len(labels_RT))
     for ids_N, mass_N in zip(ids_NK.T, mass_NK.T, strict=True):

@@ -21,19 +21,22 @@ def progress(folder: Path) -> dict[str, Any] | None:
     view = (folder / cache_format.CELLS).exists()
     if finished or view or not (folder / cache_format.SETTINGS).exists():
         return None
-    settings, whole = CacheSettings.from_json(CacheSettings.stored(folder)), list[tuple[float, Sidecar]]()
+    settings = CacheSettings.from_json(CacheSettings.stored(folder))
+    whole = list[tuple[float, Sidecar]]()
     for path in (records := [*(folder / cache_format.SHARDS).glob("*.json")]):
         with suppress(OSError, ValueError):
             record = read_sidecar(folder, path.stem)
             if shard_problem(folder, record, digest=False) is None:
                 whole.append((path.stat().st_mtime, record))
-    limits, done = [*settings.sequences.values()], sum(record["sequences"] for _, record in whole)
+    limits = [*settings.sequences.values()]
+    done = sum(record["sequences"] for _, record in whole)
     known = [each for each in limits if each is not None]
     total = sum(known) if limits and len(known) == len(limits) else None
     shards = sum(-(-each // settings.sequences_per_shard) for each in known) if total else None
     locks = {path: is_locked(path) for path in folder.glob(f"{cache_format.LOCK}*")}
     making = next((each for each in (True, None) if each in locks.values()), False)
-    tokens, mib = done * settings.seq_len, sum(record["bytes"] for _, record in whole) / 2**20
+    tokens = done * settings.seq_len
+    mib = sum(record["bytes"] for _, record in whole) / 2**20
     counts: dict[str, Any] = {"sequences": done, "sequences requested": total, "tokens": tokens, "MiB": mib}
     counts |= {"shards": len(whole), "shards requested": shards, "damaged shards": len(records) - len(whole)}
     line = [f"{len(whole):,} of {shards:,} shards ({done / total:.0%})" if total else f"{len(whole):,} shards"]

@@ -81,7 +81,8 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     expected = {cache_format.INDEX: manifest.index_sha256}
     expected |= {f"{cache_format.TOKENIZER}/{name}": digest for name, digest in manifest.tokenizer_files.items()}
     for name, digest in expected.items():
-        path, aside = folder / name, name.split("/", 1)[0]
+        path = folder / name
+        aside = name.split("/", 1)[0]
         try:
             if aside == cache_format.TOKENIZER and path.stat().st_size > LARGE:
                 yield Problem(f"{path}: has more than {LARGE:,} bytes", aside)
@@ -112,7 +113,8 @@ def _problems(folder: Path, remote: Remote | None = None) -> Iterator[Problem]:
     try:
         manifest = read_manifest(folder)
     except UsageError as error:
-        finished, damaged = os.path.lexists(folder / cache_format.MANIFEST), isinstance(error.__cause__, ValueError)
+        finished = os.path.lexists(folder / cache_format.MANIFEST)
+        damaged = isinstance(error.__cause__, ValueError)
         if not (folder / cache_format.SHARDS).is_dir() or (finished and not error.__cause__):
             raise  # it is not a cache, or has another format version
         yield Problem(str(error), cache_format.MANIFEST if damaged else None)
@@ -134,7 +136,8 @@ def _problems(folder: Path, remote: Remote | None = None) -> Iterator[Problem]:
 def _content_problems(folder: Path, manifest: Manifest, split: str, row: int, stated: ShardRecord) -> Iterator[Problem]:
     """Yield the problems of a shard from `row` on whose digest is right, but which a stranger may have made."""
     settings = manifest.settings
-    path, first = cache_format.shard_path(folder, stated["name"]), stated.get("first_sequence", row)
+    path = cache_format.shard_path(folder, stated["name"])
+    first = stated.get("first_sequence", row)
     try:
         check_content(path, settings.codec, settings.seq_len, split, first, stated["sequences"])
     except (OSError, ValueError) as error:

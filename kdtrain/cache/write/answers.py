@@ -166,7 +166,9 @@ class LogitAnswers(ShardAnswers):
 
     def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
         """Return a batch with these logits to encode, as `rows` does."""
-        settings, held, ready = self._settings, [logits_BTV], self._side.ready(logits_BTV)
+        settings = self._settings
+        held = [logits_BTV]
+        ready = self._side.ready(logits_BTV)
         assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
 
         def encode() -> Arrays:

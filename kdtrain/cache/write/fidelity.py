@@ -56,7 +56,8 @@ def sparse_gradients(
 
     z_NV: the student's logits.
     """
-    wide, top_k = torch.tensor(beta, dtype=torch.float64), targets.top_k
+    wide = torch.tensor(beta, dtype=torch.float64)
+    top_k = targets.top_k
     z_NV = z_NV.clone()
     entries = targets.entries(labels_N, z_NV.shape[1]).take(z_NV)
     targets = targets.without_absent(z_NV.shape[1]).double()
@@ -147,7 +148,9 @@ Teacher = Callable[[Tensor, Tensor | None], Tensor]
 TEMPERATURES = (1.0, 2.0, 4.0)
 GRID = (2 / 3, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4)
 TOLERANCE = 2e-2
-MAX_TOKENS, MAX_LOGITS, MAX_SEQUENCES = 8192, 2**25, 16
+MAX_TOKENS = 8192
+MAX_LOGITS = 2**25
+MAX_SEQUENCES = 16
 STUDENT = "0.7 * teacher log p + normal noise of 0.5 nats (seed 0)"
 RULE = (
     f"widest interval around T = 1 in [2/3, 4] where the worst error of log Z stays below {TOLERANCE} nats, "
@@ -223,7 +226,8 @@ def temperature_range(errors: list[dict[str, float]]) -> dict[str, Any]:
 def _at_temperature(targets: Targets, energy_NV: Tensor, labels_N: Tensor, beta: float) -> dict[str, Any]:
     """Compute divergences and gradients at one beta, over blocks of rows."""
     noise = torch.Generator().manual_seed(0)
-    number, rows = len(energy_NV), max(1, 2**20 // energy_NV.shape[1])
+    number = len(energy_NV)
+    rows = max(1, 2**20 // energy_NV.shape[1])
     student = bucket = spread = 0.0
     angles = Angles()
     for start in range(0, number, rows):
@@ -259,7 +263,8 @@ def _sparse_kl(targets: SparseTargets, p_NV: Tensor, log_p_NV: Tensor, beta: flo
     top_NH = p_NV.gather(1, targets.ids[:, : targets.top_k])
     outcomes_NE = torch.cat([top_NH, outside(p_NV, targets)[:, None]], -1)
     # Both sides sum to 1 up to rounding; with the difference of the masses no term is below 0.
-    p_NE, log_c_NE = outcomes_NE.double(), cached_NE.double().clamp(min=-87.0)
+    p_NE = outcomes_NE.double()
+    log_c_NE = cached_NE.double().clamp(min=-87.0)
     bucket = (torch.special.xlogy(p_NE, p_NE) - p_NE * log_c_NE - p_NE + log_c_NE.exp()).sum().item()
     cached_NE[:, -1] -= math.log(max(1, p_NV.shape[1] - targets.top_k))
     own = (p_NV * log_p_NV).sum(dtype=torch.float64)

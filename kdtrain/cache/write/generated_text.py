@@ -43,9 +43,12 @@ def read_written(
     folder: Path, settings: CacheSettings, sidecars: Mapping[str, Sequence[Sidecar]]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the SHA-256 of all tokens by split, and `generated` of the manifest: labels, and rows by their end."""
-    digests, found, ends = {}, {}, end_tokens(settings)
+    digests = {}
+    found = {}
+    ends = end_tokens(settings)
     for split, records in sidecars.items():
-        sha, counts = hashlib.sha256(), {"stop": 0, "length": 0, "tokens": 0}
+        sha = hashlib.sha256()
+        counts = {"stop": 0, "length": 0, "tokens": 0}
         for record in records:
             path = cache_format.shard_path(folder, record["name"])
             with shard_errors(path), closing(Shard(path, settings.codec)) as shard:
@@ -56,5 +59,6 @@ def read_written(
                     counts["tokens"] += int(mask_nT.sum())
                     for reason in filter(None, finish_reasons(text["tokens"], mask_nT, ends)):
                         counts[reason] += 1
-        digests[split], found[split] = sha.hexdigest(), counts
+        digests[split] = sha.hexdigest()
+        found[split] = counts
     return digests, found

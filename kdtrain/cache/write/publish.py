@@ -61,7 +61,8 @@ def publish_manifest(
     tokens: SHA-256 of all tokens, by split.
     stated: more keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`.
     """
-    index, length = folder / cache_format.INDEX, settings.seq_len
+    index = folder / cache_format.INDEX
+    length = settings.seq_len
     pieces = settings.format_version == cache_format.PIECES
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
@@ -136,7 +137,8 @@ def make_vector(folder: Path, spec: CodecSpec, split: str, shard: str, sequences
             if (stored.arrays["loss_mask"] == cache_format.BROKEN).any():
                 continue
             batch = batch_of([stored], spec)
-            tokens, length = batch.tokens[0].tolist(), batch.loss_mask.shape[1]
+            tokens = batch.tokens[0].tolist()
+            length = batch.loss_mask.shape[1]
             shown = sorted({0, min(1, length - 1), length // 2, length - 1})
             places = {"positions": shown, "tokens": [tokens[at : at + 2] for at in shown]}
             found = {} if batch.targets is None else _targets(batch.targets, shown, spec)

@@ -146,7 +146,8 @@ class CacheWriter:
             if self._closed:
                 raise UsageError(f"{self.out}: this writer is finished or closed; make another one")
             row = _row(tokens, loss_mask, segments)
-            tokens_T, length = row.tokens, len(row.loss_mask)
+            tokens_T = row.tokens
+            length = len(row.loss_mask)
             if split is None:
                 split = by_hash(rank(tokens_T.astype("<u4").tobytes().hex()), ("validation",))
             if split not in SPLITS:
@@ -292,7 +293,8 @@ class CacheWriter:
             given = answer.detach() if isinstance(answer, Tensor) else torch.from_numpy(_array(answer, "logits"))
             given = given[0] if given.ndim == 3 and len(given) == 1 else given
             if given.ndim != 2 or len(given) != length or not given.is_floating_point():
-                shape, last = [*given.shape], "D" if self.head else "V"
+                shape = [*given.shape]
+                last = "D" if self.head else "V"
                 raise UsageError(f"logits of shape {shape}: give [{length}, {last}], a row for each token but the last")
             return given.float() if self.head is None else self.head.to(given.device)(given.float())
 

@@ -81,7 +81,8 @@ class ShardWriter:
 
 def finished_record(folder: Path, settings: CacheSettings, part: ShardRows) -> Sidecar | None:
     """Return the record of a shard that need not be built, or None. RunError: the file in its place cannot be read."""
-    record, path = intact_record(folder, part.name), cache_format.shard_path(folder, part.name)
+    record = intact_record(folder, part.name)
+    path = cache_format.shard_path(folder, part.name)
     with contextlib.suppress(ValueError):
         if record is not None and is_of(record, part.digest, settings):
             hdf5.check_structure(path, settings.codec, settings.seq_len, part.split, part.first, len(part))
@@ -100,10 +101,12 @@ WriteShard = Callable[[Path], tuple[dict[str, int], list[str]]]
 
 def publish_shard(folder: Path, settings: CacheSettings, part: ShardRows, write: WriteShard) -> None:
     """Publish the shard that `write` makes, then its sidecar."""
-    place, sidecar = cache_format.shard_path(folder, part.name), cache_format.sidecar_path(folder, part.name)
+    place = cache_format.shard_path(folder, part.name)
+    sidecar = cache_format.sidecar_path(folder, part.name)
     with published(place, "cache.shard") as temporary:
         stored, broken = write(temporary)
-        sha256, size = file_digest(temporary), temporary.stat().st_size
+        sha256 = file_digest(temporary)
+        size = temporary.stat().st_size
         if intact_record(folder, part.name) is None:  # move aside what is neither equal nor kdtrain's own
             if os.path.lexists(place) and (place.is_symlink() or not place.is_file() or file_digest(place) != sha256):
                 set_aside(folder, f"{cache_format.SHARDS}/{place.name}", "damaged")

@@ -162,7 +162,9 @@ class CacheBuilder:
         if teacher is not None:
             self.answers = teacher if isinstance(teacher, ShardAnswers) else LogitAnswers(teacher, settings)
         assert self.answers.logits is None or settings.codec.taught, "the codec 'tokens' has no teacher"
-        self.folder, self.settings, self.batch_size = Path(folder), settings, batch_size
+        self.folder = Path(folder)
+        self.settings = settings
+        self.batch_size = batch_size
         self.rounds = _Rounds(all_ranks, progress, (settings.teacher or {}).get("dtype"))
         self.splits: dict[str, _Split] = {}
         self._row: list[tuple[ShardRows, WriteShard | None]] = []
@@ -216,7 +218,8 @@ class CacheBuilder:
 
     def _end_shard(self, split: str) -> None:
         own = self.splits[split]
-        rows, own.rows = own.rows, []
+        rows = own.rows
+        own.rows = []
         self.add_shard(ShardRows.of(split, len(own.digests), own.taken, rows))
 
     def add_shard(self, part: ShardRows, write: WriteShard | None = None) -> None:
@@ -224,7 +227,8 @@ class CacheBuilder:
 
         write: makes its file; by default it is filled with answers.
         """
-        own, length = self.splits[part.split], self.settings.seq_len
+        own = self.splits[part.split]
+        length = self.settings.seq_len
         assert part.tokens.shape[1] == length + 1 and part.segments.max() < max(length, 1), "rows do not fit"
         if part.tokens.min() < 0 or part.tokens.max() >= self.settings.vocab_size:
             raise UsageError(
@@ -241,7 +245,8 @@ class CacheBuilder:
     def _publish_row(self, split: str) -> None:
         """Build a shard on each rank."""
         self._agree(split)
-        own, self._row = self._row[self.rounds.rank :][:1], []
+        own = self._row[self.rounds.rank :][:1]
+        self._row = []
         for part, write in own:
             record = finished_record(self.folder, self.settings, part)
             if record is not None:
@@ -316,7 +321,8 @@ class CacheBuilder:
 
     def _finish_rounds(self) -> None:
         """Meet the other ranks, with nothing left to do here, until all are done."""
-        empty_BT, logits = torch.zeros(1, self.settings.seq_len, dtype=torch.int64), self.answers.logits
+        empty_BT = torch.zeros(1, self.settings.seq_len, dtype=torch.int64)
+        logits = self.answers.logits
 
         @torch.no_grad()
         def run_empty() -> None:
@@ -362,7 +368,8 @@ class CacheBuilder:
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Measure the fidelity of the cache, and the range of T over which it is right."""
         split = "validation" if "validation" in self.splits else next(iter(self.splits))
-        shard, logits = sidecars[split][0], self.answers.logits
+        shard = sidecars[split][0]
+        logits = self.answers.logits
         spec, length = self.settings.codec, self.settings.seq_len
         if logits is None and self.answers.examine is None:
             return self.measured
@@ -415,7 +422,8 @@ def write_cache(
 
 def not_empty(split: str, rows: Iterable[PackedRow], settings: CacheSettings) -> Iterable[PackedRow]:
     """Return the rows of a split. UsageError: there are none, or none of their tokens counts."""
-    remaining, seen = iter(rows), list[PackedRow]()
+    remaining = iter(rows)
+    seen = list[PackedRow]()
     written = "generated" not in settings.data  # else the teacher writes what counts
     for row in islice(remaining, settings.sequences.get(split)):
         seen.append(row)

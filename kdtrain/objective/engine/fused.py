@@ -111,7 +111,8 @@ class _Fused(torch.autograd.Function):
         # In place, and without a second reference: dWeight is never copied.
         if ctx.gradients is None:
             raise RuntimeError("the fused loss can be differentiated once; compute it again for a second backward")
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         for gradient in (each for each in gradients if each is not None):
             _scale(gradient, outer[0], ctx.kernels)
         found = [g if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True)]
@@ -191,7 +192,8 @@ def _accumulate(grads: dict[str, Any], part: slice, dz_RV: Tensor, hidden_ND: Te
         return
     into_RD = None if grads["hidden"] is None else grads["hidden"][part]
     into_VD = None if grads["weight"] is None else grads["weight"][:size]
-    dz_RV, first = dz_RV.to(products.gradient_dtype), part.start - part.start % student.held
+    dz_RV = dz_RV.to(products.gradient_dtype)
+    first = part.start - part.start % student.held
     if student.narrow_RV is None or student.held == student.chunk:
         products.gradients(dz_RV, hidden_ND[part], into_RD, into_VD, first=first == 0)
         return
@@ -210,7 +212,10 @@ class _WholeRows:
     """The loss of one chunk after another with targets of whole rows."""
 
     def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype, columns: slice) -> None:
-        self.request, self.beta, self.beta_z, self.slopes = request, beta, beta.to(dtype), "beta" in request.wanted
+        self.request = request
+        self.beta = beta
+        self.beta_z = beta.to(dtype)
+        self.slopes = "beta" in request.wanted
         self.columns = columns
         assert request.rows.targets is not None
         self.reader = request.rows.targets.reader(request.chunk, request.compile, columns)
@@ -245,7 +250,10 @@ class _Entries:
     reader = None
 
     def __init__(self, request: Request, beta: Tensor, dtype: torch.dtype, columns: slice) -> None:
-        self.request, self.beta, self.beta_z, self.slopes = request, beta, beta.to(dtype), "beta" in request.wanted
+        self.request = request
+        self.beta = beta
+        self.beta_z = beta.to(dtype)
+        self.slopes = "beta" in request.wanted
         rows = request.rows.harmless(request.vocab_size)
         self.distils = rows.targets is not None
         if rows.targets is None:
@@ -257,7 +265,8 @@ class _Entries:
             if is_one and not self.slopes:  # the sums at beta are the plain ones
                 targets = targets.at_one()
             rows = replace(rows, targets=targets)
-        self.rows, self.at_one = rows, rows.targets is not None and rows.targets.known_at_one
+        self.rows = rows
+        self.at_one = rows.targets is not None and rows.targets.known_at_one
         self.lines = torch.arange(request.chunk, device=rows.labels.device)[:, None]
         cells = None if rows.targets is None else rows.targets.cells
         self.cells = None if cells is None else cells.to(rows.labels.device)

@@ -75,7 +75,8 @@ def _faster(device: torch.device, size: int, kind: torch.dtype, slopes: bool, so
     z_RV, out_RV = (take_rows("", _TIMED, size, dtype=each, device=device) for each in (torch.float32, kind))
     z_RV.zero_()
     beta, row_R = torch.ones((), device=device), torch.ones(_TIMED, device=device)
-    shares, head = Shares(row_R, row_R, row_R), HeadPart(softcap=softcap)
+    shares = Shares(row_R, row_R, row_R)
+    head = HeadPart(softcap=softcap)
     ids_RE = torch.zeros(_TIMED, 1, dtype=torch.int64, device=device)
 
     def of_sparse() -> None:

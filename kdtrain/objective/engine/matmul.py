@@ -133,7 +133,8 @@ def _add_product(into_BD: Tensor, left_BR: Tensor, right_RD: Tensor) -> None:
 @functools.cache
 def _adds_in_place(kind: torch.dtype, device: torch.device) -> bool:
     """Return whether `_add_product` works on this GPU and rounds nothing: older PyTorch refuses an fp32 sum."""
-    into, ones = torch.full((64, 64), 1 + 2.0**-12, device=device), torch.ones(64, 64, dtype=kind, device=device)
+    into = torch.full((64, 64), 1 + 2.0**-12, device=device)
+    ones = torch.ones(64, 64, dtype=kind, device=device)
     try:
         _add_product(into, ones, ones)  # 1 + 2^-12 is 1 in bf16
     except (RuntimeError, AttributeError):

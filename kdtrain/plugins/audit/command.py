@@ -82,7 +82,8 @@ def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
     teacher, reference = _teachers(config, settings)
     every = [(split, row) for split in cache for row in range(cache.manifest.splits[split]["sequences"])]
     order = np.random.RandomState(config.seed).permutation(len(every))
-    rows, scored = [every[place] for place in order[: config.rows]], list[tuple[tuple[str, int], Evidence]]()
+    rows = [every[place] for place in order[: config.rows]]
+    scored = list[tuple[tuple[str, int], Evidence]]()
     with bar("audit", len(rows)) as shown:
         for split, indices in _batches(rows, max(1, min(8, _LOGITS // (settings.seq_len * settings.vocab_size)))):
             scored += _scored(cache, teacher, reference, split, indices)
@@ -106,7 +107,8 @@ def finding(found: Mapping[str, Any]) -> str | None:
     """Describe in one line what is wrong; return None if nothing is. found: as `audit` returns it."""
     if (best := found["diagnosis"]) is None:
         return None
-    fit, share = f"best fit: {best['fault']}", best["share"]
+    fit = f"best fit: {best['fault']}"
+    share = best["share"]
     if share >= MOST:
         fit += f" explains {share:.0%} of the difference"
     elif share:
@@ -119,11 +121,14 @@ def finding(found: Mapping[str, Any]) -> str | None:
 
 def page(found: Mapping[str, Any]) -> list[Any]:
     """Build the lines and the table that a terminal shows."""
-    rows, tests, level = [], found["tests"], found["level"]
+    rows = []
+    tests = found["tests"]
+    level = found["level"]
     for test in tests:
         figure = test["figure"]
         of = {"z": f"log p {figure:+.4f} nats off", "c": f"{_few(figure)} a degree of freedom"}
-        what, fails = of.get(test["kind"][0], f"{_few(figure)} of what is allowed"), test["name"] in found["failed"]
+        what = of.get(test["kind"][0], f"{_few(figure)} of what is allowed")
+        fails = test["name"] in found["failed"]
         mark = "fails" if fails else ""
         rows.append((test["name"], what, _few(test["statistic"]), test["kind"], f"{test['p']:.2g}", mark))
     weights = {True: "the same weights", False: "OTHER weights by their digest", None: "digest unknown"}
@@ -142,10 +147,12 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeach
 
     UsageError: it has another vocabulary or tokenizer than the cache.
     """
-    device, stated = pick_device(config.device), settings.teacher or {}
+    device = pick_device(config.device)
+    stated = settings.teacher or {}
     spec = read_spec(config.teacher, "teachers").as_recorded(stated)
     mode = stated["precision"] if stated.get("precision") in MODES else "bf16"
-    teacher, wrong = open_online_teacher(spec, device, mode), "give the teacher of the cache"
+    teacher = open_online_teacher(spec, device, mode)
+    wrong = "give the teacher of the cache"
     if teacher.vocab_size != settings.vocab_size:
         sizes = f"{teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}"
         raise UsageError(f"--teacher {config.teacher} has {sizes}; {wrong}")
@@ -186,7 +193,8 @@ def _scored(
     batch = cache[split].read(indices)
     own, right = (logprobs(each, batch, settings.document_mask) for each in (teacher, reference))
     for b, row in enumerate(indices):
-        mask_T, points = batch.loss_mask[b], None
+        mask_T = batch.loss_mask[b]
+        points = None
         if not mask_T.any():
             continue
         if offset is not None:
@@ -204,13 +212,16 @@ def _scored(
 
 def _diagnosis(cache: LocalCache, teacher: OnlineTeacher, rows: list[tuple[str, int]]) -> Diagnosis:
     """Diagnose some rows: find the fault that explains them best."""
-    settings, found, matched = cache.manifest.settings, list[Gains](), []
+    settings = cache.manifest.settings
+    found = list[Gains]()
+    matched = []
     forwards = other_forwards(teacher, settings.seq_len, settings.document_mask)
     for split, (row,) in _batches(rows, 1):
         reader = cache[split]
         batch = reader.read([row])
         own = logprobs(teacher, batch, settings.document_mask)[0]
-        targets, others = _targets(batch, 0), {name: forward(batch)[0] for name, forward in forwards.items()}
+        targets = _targets(batch, 0)
+        others = {name: forward(batch)[0] for name, forward in forwards.items()}
         found.append(gains(targets.to(own.device), batch.tokens[0, 1:].to(own.device), own, others))
         start = max(0, min(row - NEIGHBOURS // 2, len(reader) - NEIGHBOURS))
         tokens = reader.text(range(start, min(start + NEIGHBOURS, len(reader))))["tokens"]

@@ -81,7 +81,8 @@ def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mappi
     """Compute the misfits of one row under each fault. others: log p [T, V] of other forwards, by the fault's name."""
     own = misfit(targets, labels_T, logprobs_TV)
 
-    exact, softened_TV = bool(targets.top_k or targets.width), logprobs_TV - _CUT
+    exact = bool(targets.top_k or targets.width)
+    softened_TV = logprobs_TV - _CUT
 
     def compared(logprobs_TV: Tensor, part: slice, by_label: bool) -> tuple[float, float]:
         # an entry at the edge of a cut falls on either side by noise, and must not cost everything

@@ -169,11 +169,10 @@ def _numbers(
             yield name, values, spacing, [each.gather(1, places) for each in forwards]
     if isinstance(targets, DenseTargets):
         return
-    knots, one = len(targets.knots), targets.knots.index(1.0)
-    tails, step_M = (
-        [_tail(each, ids_TK, targets.knots) for each in forwards],
-        torch.from_numpy(tail_steps(targets.knots)),
-    )
+    knots = len(targets.knots)
+    one = targets.knots.index(1.0)
+    tails = [_tail(each, ids_TK, targets.knots) for each in forwards]
+    step_M = torch.from_numpy(tail_steps(targets.knots))
     if targets.top_k:
         at = slice(0, knots) if whole_tail else slice(one, one + 1)
         fresh = [each[0][:, at].clamp(min=LOWEST) for each in tails]
@@ -187,7 +186,9 @@ def _numbers(
 
 def _tail(logprobs_TV: Tensor, ids_TH: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Compute the log-partition [T, knots] of the entries outside of `ids_TH`, and its slope."""
-    tail_TV, values, slopes = logprobs_TV.scatter(1, ids_TH, -torch.inf), [], []
+    tail_TV = logprobs_TV.scatter(1, ids_TH, -torch.inf)
+    values = []
+    slopes = []
     for beta in knots:
         values.append((beta * tail_TV).logsumexp(-1))
         slopes.append(((beta * tail_TV - values[-1][:, None]).exp() * logprobs_TV).sum(-1))
@@ -206,9 +207,12 @@ def _score_samples(
     points_TD: np.ndarray | None,
 ) -> None:
     """Add what the samples say, a few positions at a time: the sums of fp64 are as large as the logits."""
-    number, width = targets.num_samples, len(BINS) + 2
+    number = targets.num_samples
+    width = len(BINS) + 2
     sums = [np.zeros(width), np.zeros(width), np.zeros((width, width))]
-    theirs, ours, positions = 0.0, 0.0, 0
+    theirs = 0.0
+    ours = 0.0
+    positions = 0
     step = max(1, _CELLS // logprobs_TV.shape[1])
     for start in range(0, len(targets), step):
         part = slice(start, start + step)
@@ -330,7 +334,8 @@ def _chi_square(away: np.ndarray, covariance: np.ndarray, number: int) -> Test:
     away, covariance = sums @ away, sums @ covariance @ sums.T
     values, vectors = np.linalg.eigh(covariance) if len(groups) else (np.zeros(0), np.zeros((0, 0)))
     kept = values > 1e-6 * max(values.max(initial=0.0), 1e-30)  # shares sum to 1: one direction has no variance
-    statistic, df = float(((vectors.T @ away)[kept] ** 2 / values[kept]).sum()), int(kept.sum())
+    statistic = float(((vectors.T @ away)[kept] ** 2 / values[kept]).sum())
+    df = int(kept.sum())
     p = (
         torch.special.gammaincc(torch.tensor(df / 2), torch.tensor(statistic / 2, dtype=torch.float64)).item()
         if df
@@ -340,14 +345,16 @@ def _chi_square(away: np.ndarray, covariance: np.ndarray, number: int) -> Test:
 
 
 def _mean_test(name: str, logs_R: np.ndarray) -> Test:
-    df, spread = len(logs_R) - 1, logs_R.std(ddof=1) / math.sqrt(len(logs_R))
+    df = len(logs_R) - 1
+    spread = logs_R.std(ddof=1) / math.sqrt(len(logs_R))
     least = 1e-9 if logs_R.mean() > 0 else _LEAST_SPREAD / math.sqrt(len(logs_R))  # without variance t shows nothing
     t = float(logs_R.mean() / max(spread, least))
     return Test(name, t, f"t({df})", student_tail(t, df), float(np.exp(logs_R.mean() / 2)))
 
 
 def _worst_test(logs_R: np.ndarray) -> Test:
-    number, centre = len(logs_R), max(float(np.median(logs_R)), 0.0)
+    number = len(logs_R)
+    centre = max(float(np.median(logs_R)), 0.0)
     spread = max(1.4826 * float(np.median(np.abs(logs_R - np.median(logs_R)))), _LEAST_SPREAD)
     t = (float(logs_R.max()) - centre) / spread
     p = min(1.0, number * student_tail(t, number - 1))

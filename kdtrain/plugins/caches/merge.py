@@ -81,7 +81,8 @@ def _make(
     builder = CacheBuilder(out, settings, teacher=answers, tokenizer=TokenizerFiles(tokenizer), progress=progress)
     with closing(builder):
         if builder.manifest is None:
-            builder.measured, builder.stated = measured, dict(stated)
+            builder.measured = measured
+            builder.stated = dict(stated)
             fill(builder)
             builder.finish()
         assert builder.manifest is not None
@@ -97,7 +98,8 @@ def _sum(caches: Sequence[LocalCache], out: Path, settings: CacheSettings, progr
         for split in caches[0]:
             builder.build(split, _rows(caches, split))
 
-    answers, measured = _Added(caches, shares, settings), (None, _common_range(caches))
+    answers = _Added(caches, shares, settings)
+    measured = (None, _common_range(caches))
     made = _make(out, settings, add, caches[0], {"parents": parents}, measured, progress, answers)
     if tokens_of(made) != tokens_of(caches[0].manifest):
         raise UsageError(f"{out} holds a finished cache of other rows; choose another --out or remove that folder")
@@ -108,7 +110,9 @@ class _Added(ShardAnswers):
     """Answers that add up the samples of several caches of the same rows."""
 
     def __init__(self, caches: Sequence[LocalCache], shares: Sequence[float], settings: CacheSettings) -> None:
-        self._caches, self._shares, self._absent = caches, shares, settings.codec.absent
+        self._caches = caches
+        self._shares = shares
+        self._absent = settings.codec.absent
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """Add up the samples of the caches; the rest is as in `ShardAnswers.rows`."""
@@ -347,7 +351,8 @@ class TokenizerFiles:
     """The tokenizer in the folder of a cache, as a builder of another takes it."""
 
     def __init__(self, cache: LocalCache) -> None:
-        self._folder, self._digests = cache.folder / TOKENIZER, cache.manifest.tokenizer_files
+        self._folder = cache.folder / TOKENIZER
+        self._digests = cache.manifest.tokenizer_files
         self._remote = cache.remote
 
     def save_pretrained(self, folder: Path) -> None:

@@ -119,7 +119,8 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
             raise UsageError(
                 f"{where} was appended or cut; add up the caches it was made of, then append or cut the sum"
             )
-    first, total = caches[0], sum(cache.manifest.codec.num_samples for cache in caches)
+    first = caches[0]
+    total = sum(cache.manifest.codec.num_samples for cache in caches)
     for cache in caches[1:]:
         if tokens_of(cache.manifest) != tokens_of(first.manifest):
             raise UsageError(
@@ -139,7 +140,8 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
     hint = "draw others with kdtrain cache-teacher --refine CACHE"
     for cache in caches:
         settings = cache.manifest.settings
-        number, offset = settings.codec.num_samples, grid_offset(settings.sampling)
+        number = settings.codec.num_samples
+        offset = grid_offset(settings.sampling)
         if offset is None:
             raise UsageError(
                 f"{cache.name} has {settings.sampling or 'independent'} samples, which do not interleave with others "

@@ -67,7 +67,11 @@ class Collector(Observer):
         if not self.layers:
             some = ", ".join(list(linear)[:3])
             raise UsageError(f"--collect-tensors '{pattern}' matches no linear layer; there are {some}, ...")
-        self.path, self.options, self.recipe, self.dtype, self.main = path, options, run.recipe, run.dtype, run.main
+        self.path = path
+        self.options = options
+        self.recipe = run.recipe
+        self.dtype = run.dtype
+        self.main = run.main
         self._logged: set[str] = set()
 
     def before_forward(self, step: StepView, batch: Batch) -> None:
@@ -140,7 +144,8 @@ def statistics(values: Tensor, kind: str, recipe: Any, dtype: torch.dtype) -> di
     """
     exact = values.detach().float()
     magnitude = exact.abs()
-    kept, reach = exact.to(dtype).float(), torch.finfo(dtype).max
+    kept = exact.to(dtype).float()
+    reach = torch.finfo(dtype).max
     if recipe is not None:  # by the choice of scales no element of fp8 is clamped
         kept, reach = recipe.rounded(exact, kind)
     power = float(exact.double().square().mean())
@@ -221,11 +226,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def _has_rows(group: h5py.Group, size: int) -> bool:
-    rows, raw = len(group["step"]), group.get("raw", {}).items()
+    rows = len(group["step"])
+    raw = group.get("raw", {}).items()
     if group.keys() - {"raw"} != {*_KINDS} or rows * 8 > size:
         return False
     for name, kind in _KINDS.items():
-        data, inner = group[name], (len(EXPONENTS),) if name == "histogram" else ()
+        data = group[name]
+        inner = (len(EXPONENTS),) if name == "histogram" else ()
         form = data.shape, data.maxshape, data.chunks, data.id.get_create_plist().get_nfilters()
         if form != ((rows, *inner), (None, *inner), (64, *inner), 0) or data.dtype != kind:
             return False

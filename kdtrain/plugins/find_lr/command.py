@@ -191,8 +191,10 @@ def _begun(config: FindLrConfig) -> _Record:
 
 def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> None:
     """Train a rate for as many steps as a rung has, and record its loss."""
-    rate, steps = record.rate(exponent), record.rungs[rung]
-    out, parts = config.out / f"lr-{rate:.4g}-{steps}", list[float]()
+    rate = record.rate(exponent)
+    steps = record.rungs[rung]
+    out = config.out / f"lr-{rate:.4g}-{steps}"
+    parts = list[float]()
     for name in ("data", "view"):
         made = next((each for each in sorted(config.out.glob(f"lr-*/{name}")) if each.is_dir()), None)
         if made is not None and not (out / name).exists():
@@ -236,7 +238,8 @@ def short_run(config: FindLrConfig, out: Path, lr: float, steps: int, whole: int
     """
     own = {each.name: getattr(config, each.name) for each in fields(DistillConfig)}
     given = config.optimizer
-    warmup, decay = min(given.warmup_steps, whole // 2), given.decay_steps
+    warmup = min(given.warmup_steps, whole // 2)
+    decay = given.decay_steps
     options: dict[str, Any] = {
         **{"out": out, "steps": steps, "epochs": None, "json": False, "config": None},
         **{"lr": lr, "min_lr": min(given.min_lr, lr), "warmup_steps": math.ceil(warmup * steps / whole)},
@@ -284,7 +287,8 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
         return
     from matplotlib.figure import Figure
 
-    suggestion, losses = result["suggestion"], [(result["rates"][name], done) for name, done in result["runs"].items()]
+    suggestion = result["suggestion"]
+    losses = [(result["rates"][name], done) for name, done in result["runs"].items()]
     made = Figure(figsize=(3.5, 2.6), layout="constrained")  # without pyplot, which needs a screen
     axes = made.subplots()
     axes.axvspan(*suggestion["between"], color="#999999", alpha=0.2, linewidth=0)

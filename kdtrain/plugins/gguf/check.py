@@ -64,7 +64,9 @@ def write_checked(file: Path, write: Callable[[str], None], kind: str, model: An
         return "not checked in llama.cpp, which pip install cyllama installs"
     texts = probe_texts(tokenizer)
     ids = [tokenizer(text).input_ids for text in texts]
-    size, longest, ends = model.config.vocab_size, model.config.max_position_embeddings, accumulate(map(len, ids))
+    size = model.config.vocab_size
+    longest = model.config.max_position_embeddings
+    ends = accumulate(map(len, ids))
     most = max(128.0, min(_WORK / model.num_parameters(), _NUMBERS / size))
     rows = [row[:longest] for row, end in zip(ids, ends, strict=True) if row and end <= most]
     if library == "xllamacpp":
@@ -104,7 +106,9 @@ def _run(library: str, request: Any, answers: Any) -> None:
 @torch.no_grad()
 def _compare(answers: Any, model: Any, rows: list[list[int]], kind: str) -> str:
     """Return the figures of all positions. RunError: they are beyond the bounds."""
-    gaps, kls, most = list[Tensor](), list[Tensor](), LOG_P
+    gaps = list[Tensor]()
+    kls = list[Tensor]()
+    most = LOG_P
     for row in rows:
         ours_TV = model(torch.tensor([row])).logits[0].double().log_softmax(-1)
         theirs_TV = torch.from_numpy(np.load(answers)).double().log_softmax(-1)

@@ -58,7 +58,9 @@ def read_header(path: Path) -> Header:
 
 class _Reader:
     def __init__(self, file: BufferedReader, size: int) -> None:
-        self.file, self.size, self.at = file, size, 0
+        self.file = file
+        self.size = size
+        self.at = 0
 
     def take(self, count: int) -> bytes:
         self.at += count
@@ -86,7 +88,8 @@ class _Reader:
             return self.text()
         if kind != _ARRAY:
             raise ValueError(f"a value is of the unknown type {kind}")
-        of, count = self.number("<u4"), self.count("entries in an array")
+        of = self.number("<u4")
+        count = self.count("entries in an array")
         if of == _TEXT:
             return [self.text() for _ in range(count)]
         if of not in _NUMBERS:
@@ -101,7 +104,11 @@ def _read(file: BufferedReader, size: int, kinds: dict[Any, tuple[int, int]]) ->
     if (version := reader.number("<u4")) not in (2, 3):
         raise ValueError(f"it is of version {version}, and 2 and 3 are read, little-endian")
     count, keys = reader.count("tensors"), reader.count("keys")
-    values, shapes, types, total, end = dict[str, Any](), dict[str, tuple[int, ...]](), Counter[str](), 0, 0
+    values = dict[str, Any]()
+    shapes = dict[str, tuple[int, ...]]()
+    types = Counter[str]()
+    total = 0
+    end = 0
     for _ in range(keys):
         key = reader.text()
         if key in values:
@@ -109,10 +116,13 @@ def _read(file: BufferedReader, size: int, kinds: dict[Any, tuple[int, int]]) ->
         values[key] = reader.value(reader.number("<u4"))
     known = {int(kind): (kind.name, *sizes) for kind, sizes in kinds.items()}
     for _ in range(count):
-        name, dimensions = reader.text(), reader.number("<u4")
+        name = reader.text()
+        dimensions = reader.number("<u4")
         if name in shapes or not 1 <= dimensions <= 4:
             raise ValueError(f"its tensor {name[:80]!r} is there twice, or has {dimensions} dimensions")
-        shape, kind, offset = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions)), reader.number("<u4"), 0
+        shape = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions))
+        kind = reader.number("<u4")
+        offset = 0
         (offset,) = struct.unpack("<Q", reader.take(8))
         if kind not in known:
             raise ValueError(f"its tensor {name[:80]!r} is of type {kind}, which the package gguf does not know")

@@ -62,7 +62,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         refuse_leading_out(path, (path.parent, path.parent.resolve() / ".." / ".." / "blobs"))  # the hub's own cache
-        self.path, self._header = path, read_header(path)
+        self.path = path
+        self._header = read_header(path)
         try:
             parts = {"config": configuration(self._header), **tokenizer_parts(self._header)}
         except ValueError as error:
@@ -103,7 +104,8 @@ class GGUFFile:
 
 def configuration(header: Header) -> dict[str, Any]:
     """Return the configuration of transformers (config.json). ValueError: what of the file it would leave out."""
-    values, kind = header.values, _text(header, "general.architecture")
+    values = header.values
+    kind = _text(header, "general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(f"its architecture is {kind[:80]!r}; {', '.join(ARCHITECTURES)} are read")
     if values.get("general.type", "model") != "model" or "split.count" in values:
@@ -180,7 +182,8 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
         raise ValueError(f"its tokenizer is {kind[:40]!r}; 'gpt2', byte-level BPE, is read")
     if pre not in PRE_TOKENIZERS:
         raise ValueError(f"its pre-tokenizer is {pre[:40]!r}; {', '.join(PRE_TOKENIZERS)} are read")
-    rule, tokens = PRE_TOKENIZERS[pre], _list(header, "tokenizer.ggml.tokens", str)
+    rule = PRE_TOKENIZERS[pre]
+    tokens = _list(header, "tokenizer.ggml.tokens", str)
     merges = [each.split(" ") for each in _list(header, "tokenizer.ggml.merges", str)]
     types = _list(header, "tokenizer.ggml.token_type", int, [1] * len(tokens))
     rows = header.shapes["token_embd.weight"][0]

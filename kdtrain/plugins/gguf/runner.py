@@ -50,8 +50,13 @@ def xllamacpp(package: str, file: str, texts: list[str], rows: list[list[int]], 
     """Yield the outputs of xllamacpp, whose server listens on this machine alone: token ids as JSON, then log p."""
     llama: Any = importlib.import_module(package)
     settings = llama.CommonParams()
-    settings.model.path, settings.warmup, settings.ui, settings.n_gpu_layers = file, False, False, 0
-    settings.n_parallel, settings.n_ctx, settings.cpuparams.n_threads = 1, max(map(len, rows)) + 8, threads
+    settings.model.path = file
+    settings.warmup = False
+    settings.ui = False
+    settings.n_gpu_layers = 0
+    settings.n_parallel = 1
+    settings.n_ctx = max(map(len, rows)) + 8
+    settings.cpuparams.n_threads = threads
     settings.cache_type_k = settings.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which rounds
     server = llama.Server(settings)

@@ -59,7 +59,8 @@ def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     kind = (config.quantize or rest).upper()
     entries = {"general.name": name, "general.license": config.license}
     entries |= _shape(model.config) | _vocabulary(model, tokenizer)
-    state, file = whole_state(model, getattr(torch, config.torch_dtype)), f"{name}.gguf"
+    state = whole_state(model, getattr(torch, config.torch_dtype))
+    file = f"{name}.gguf"
     shown = {"next": f"llama-cli -m {shlex.quote(str(config.out / file))}"}
 
     def write(folder: Path) -> None:
@@ -118,9 +119,11 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
         if rule == (each.pre_tokenizer, each.ignore_merges) and normalizer in (None, each.normalizer)
     ]
     if not pre or bpe["type"] != "BPE":
-        known, found = ", ".join(PRE_TOKENIZERS), printable(json.dumps([bpe["type"], normalizer, *rule]))
+        known = ", ".join(PRE_TOKENIZERS)
+        found = printable(json.dumps([bpe["type"], normalizer, *rule]))
         raise UsageError(f"--format gguf writes BPE that splits texts as {known}; this tokenizer is {found[:400]}")
-    size, pieces = model.config.vocab_size, {number: (text, NORMAL) for text, number in bpe["vocab"].items()}
+    size = model.config.vocab_size
+    pieces = {number: (text, NORMAL) for text, number in bpe["vocab"].items()}
     for each in content["added_tokens"]:
         if each["lstrip"] or each["rstrip"] or each["single_word"]:
             raise UsageError(f"--format gguf: the token {printable(each['content'])} looks at the text beside it")
@@ -128,7 +131,9 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     if (last := max(pieces)) >= size:
         raise UsageError(f"--format gguf: the tokenizer has the id {last}, and the student {size} rows")
     texts, types = zip(*(pieces.get(id, (f"[PAD{id}]", UNUSED)) for id in range(size)), strict=True)
-    settings, first, bos = model.generation_config, tokenizer.eos_token_id, tokenizer.bos_token_id
+    settings = model.generation_config
+    first = tokenizer.eos_token_id
+    bos = tokenizer.bos_token_id
     if (begins := tokenizer("").input_ids) not in ([], [bos]):
         raise UsageError(f"--format gguf: the tokenizer adds {begins} to a text, and not a bos alone")
     ends = sorted(end_tokens(settings, tokenizer), key=lambda each: each != first)
@@ -175,7 +180,8 @@ def _write(
     """Write a file of `kind`; vectors are of F32, and what cannot be of `kind` is of `rest`."""
     import gguf
 
-    writer, odd = gguf.GGUFWriter(path, model.config.model_type), list[str]()
+    writer = gguf.GGUFWriter(path, model.config.model_type)
+    odd = list[str]()
     number = gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"]
     settings = {"general.file_type": int(number), "general.quantization_version": 2}
     for key, value in {**settings, **entries}.items():
@@ -187,7 +193,8 @@ def _write(
         if form == "Q8_0" and tensor.shape[-1] % 32:
             odd.append(name)
             form = rest
-        array, raw = tensor.detach().float().contiguous().numpy(), gguf.GGMLQuantizationType[form]
+        array = tensor.detach().float().contiguous().numpy()
+        raw = gguf.GGMLQuantizationType[form]
         writer.add_tensor(name, gguf.quantize(array, raw), raw_dtype=raw)
     if odd:
         log.info("%d tensors stay in %s, as %s: their rows are not multiples of 32", len(odd), rest, odd[0])

@@ -53,8 +53,10 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> Any:
 
     UsageError: the entries are not about the next token, are no log-probabilities, or were renormalised.
     """
-    short, first = replace(cutter, seq_len=min(cutter.seq_len, _POSITIONS)), files[0].path
-    tally, batches = defaultdict[str, Any](int), []
+    short = replace(cutter, seq_len=min(cutter.seq_len, _POSITIONS))
+    first = files[0].path
+    tally = defaultdict[str, Any](int)
+    batches = []
     for where, record in sample(files):
         for row in islice(short.sequences(record, where, tally), 1):
             tokens, mask, segments = (
@@ -103,7 +105,9 @@ def build(
             return builder.manifest
         for split in _SPLITS:
             builder.open_split(split)
-        tally, tokens, assigned = defaultdict[str, Any](int), cutter.layout.tokens, None
+        tally = defaultdict[str, Any](int)
+        tokens = cutter.layout.tokens
+        assigned = None
         if sum(map(len, files)) <= _FEW_ROWS:  # the hashes of all are compared first
             ranks = [_rank(record[tokens]) for file in files for _, record in file.records([tokens])]
             assigned = assign(ranks, _SPLITS[1:])
@@ -136,8 +140,10 @@ def _summary(tally: Mapping[str, Any], spec: CodecSpec) -> dict[str, Any]:
     (1 - m) (log(V - K) - H), H >= 0 the entropy within the rest, and so at most (1 - m) log(V - K). Nothing is claimed
     (None) where the labels show that m is not the teacher's.
     """
-    counted, rest = max(1, tally["counted"]), spec.vocab_size - spec.top_k
-    mass, kept = min(1.0, tally["kept_mass"] / counted), tally["labels_kept"] / counted
+    counted = max(1, tally["counted"])
+    rest = spec.vocab_size - spec.top_k
+    mass = min(1.0, tally["kept_mass"] / counted)
+    kept = tally["labels_kept"] / counted
     bound = round((1 - mass) * float(np.log(max(1, rest))), 6)
     return {
         **{name: tally[name] for name in COUNTS},

@@ -64,7 +64,8 @@ def main(config: ImportConfig) -> int:
     alignment = try_sample(files, cutter)
     verdict = "aligned" if alignment.shift == 0 else "a sample cannot tell whether the entries are aligned"
     (log.info if alignment.shift == 0 else log.warning)("%s: %s: %s", config.source, verdict, alignment)
-    listed, root = list[dict[str, Any]](), Path(config.source)
+    listed = list[dict[str, Any]]()
+    root = Path(config.source)
     with bar("digests of the source", len(files), unit="files") as shown:
         for path in (each.path for each in files):
             with readable(str(path)):

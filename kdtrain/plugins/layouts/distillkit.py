@@ -127,9 +127,12 @@ class DistillKit(Layout):
         entries = ("packed_indices", "exact_values", "coeffs") if old else ("compressed_logprobs", "bytepacked_indices")
         self.entries = dict.fromkeys(entries, 2)
         if self.segments is None:
-            self.segments, self.optional = "attention_mask", frozenset({"attention_mask"})
+            self.segments = "attention_mask"
+            self.optional = frozenset({"attention_mask"})
         size = self.settings.vocab_size if isinstance(self.settings, OldCompressor) else self.settings.d
-        self.vocab_size, self.top_k, self.bits = size, self.settings.k, max(1, (size - 1).bit_length())
+        self.vocab_size = size
+        self.top_k = self.settings.k
+        self.bits = max(1, (size - 1).bit_length())
         self._curve = _curve(self.settings)
 
     @property
@@ -179,7 +182,9 @@ def decode_logprobs(coded_mB: Tensor, settings: Compressor, curve_RF: Tensor) ->
 
     curve_RF: the terms at each of the R approximate values.
     """
-    taken, rest, out = 0, settings.k - settings.exact_k, _dtype(settings.exact_dtype)
+    taken = 0
+    rest = settings.k - settings.exact_k
+    out = _dtype(settings.exact_dtype)
 
     def take(number: int, dtype: torch.dtype) -> Tensor:
         nonlocal taken

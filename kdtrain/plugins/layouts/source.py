@@ -28,7 +28,9 @@ class SourceFile:
     """A file, and its columns that a layout reads. UsageError: it cannot be read, or lacks a column."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
-        self.path, self.layout, self.columns = path, layout, layout.columns
+        self.path = path
+        self.layout = layout
+        self.columns = layout.columns
         self.is_parquet = path.suffix == ".parquet"
         if self.is_parquet:
             lacking = layout.optional - {*next(read_rows(path), {})}
@@ -50,7 +52,8 @@ class SourceFile:
         """
         wanted = {name: depth for name, depth in self.columns.items() if names is None or name in names}
         for place, cells in self._cells([*wanted], begin):
-            where, found = f"{self.path}, {place}", dict[str, Any]()
+            where = f"{self.path}, {place}"
+            found = dict[str, Any]()
             for name, depth in wanted.items():
                 if (cell := cells.get(name)) is not None or name not in self.layout.optional:
                     found[name] = _array(cell, depth, where, name)

@@ -40,7 +40,8 @@ class EventCommand(Observer):
     """
 
     def __init__(self, command: str, run: str) -> None:
-        self.words, self.run = shlex.split(command), run
+        self.words = shlex.split(command)
+        self.run = run
         self._waiting: queue.Queue[bytes | None] = queue.Queue(WAITING)
         self._failures = [] if shutil.which(self.words[0]) else ["there is no such program"]
         self._reported = self._closed = False
@@ -76,7 +77,8 @@ class EventCommand(Observer):
 
     def close(self) -> None:
         """Run the waiting commands for up to `LAST_SECONDS`, and end the one that runs then."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
         with contextlib.suppress(queue.Full):

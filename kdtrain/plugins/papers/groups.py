@@ -128,7 +128,9 @@ def t_quantile(level: float, freedom: int) -> float:
     It is found by bisection of the distribution as a function of atan(t / sqrt(freedom)) (Abramowitz & Stegun 26.7.3,
     26.7.4).
     """
-    low, high, odd = 0.0, math.pi / 2, freedom % 2
+    low = 0.0
+    high = math.pi / 2
+    odd = freedom % 2
     for _ in range(60):
         angle = (low + high) / 2
         terms = [math.cos(angle) ** odd if freedom > 1 else 0.0]
@@ -157,7 +159,8 @@ def cell(groups: Sequence[Group], group: Group, name: str, digits: int = 4) -> t
 
     The number is the mean with the deviation over seeds.
     """
-    mean, measure = group.mean(name), MEASURES[name]
+    mean = group.mean(name)
+    measure = MEASURES[name]
     if mean is None:
         return "-", "", False
     show = partial(measure.shown, digits=digits)
@@ -197,7 +200,8 @@ def full_table(groups: Sequence[Group], names: Collection[str] = tuple(MEASURES)
 
 def notes(groups: Sequence[Group]) -> list[str]:
     """Return the lines below a comparison: what a mark means, and what to be careful about."""
-    found, others = [], len(groups) - 1
+    found = []
+    others = len(groups) - 1
     if any(off.half is not None for each in groups[1:] for name in MEASURES if (off := difference(groups, each, name))):
         many = f", corrected for {others} comparisons (Bonferroni)" if others > 1 else ""
         found.append(
@@ -229,7 +233,8 @@ def outcome(groups: Sequence[Group]) -> Iterator[str]:
 
 def caution(groups: Sequence[Group]) -> list[str]:
     """Return what a reader of the comparison must know: seeds, tokens, and runs that have not ended."""
-    notes, others = [], len({run.tokenizer for each in groups for run in each.runs} - {None}) > 1
+    notes = []
+    others = len({run.tokenizer for each in groups for run in each.runs} - {None}) > 1
     if others:
         notes.append("the students have different tokenizers: bits per byte compare, losses in nats per token do not")
     seeds = [len(each.values("last_validation_loss")) for each in groups]

@@ -251,7 +251,8 @@ def _read(
 
     own: options that the sweep sets. caches: the paths of the sweep's caches by name. UsageError: it cannot work.
     """
-    kind, given = _KINDS[command], dict(options)
+    kind = _KINDS[command]
+    given = dict(options)
     if taken := [each for each in given if each in _OURS[command]]:
         hint = "list them in seeds" if taken[0] == "seed" else "leave it out"
         raise UsageError(f"the sweep sets {taken[0]} itself; {hint}")
@@ -450,8 +451,10 @@ def claim(sweep: Sweep, runner: Runner) -> Iterator[None]:
 
 
 def _note(sweep: Sweep, runner: Runner) -> None:
-    file, jobs = sweep.out / SWEEP, [*sweep.runs, *sweep.caches]
-    before, begun = dict[str, list[str]](), [job for job in jobs if job.config.out.exists()]
+    file = sweep.out / SWEEP
+    jobs = [*sweep.runs, *sweep.caches]
+    before = dict[str, list[str]]()
+    begun = [job for job in jobs if job.config.out.exists()]
     files.sweep(sweep.out, SWEEP)
     try:
         before = typed(read_sealed(file) | {"digest": []}, dict[str, list[str]])
@@ -463,7 +466,8 @@ def _note(sweep: Sweep, runner: Runner) -> None:
             raise UsageError(f"{file}: {error}; name another --out") from None
         log.warning("%s: %s; it was moved to %s", file, error, files.set_aside(sweep.out, SWEEP, "damaged"))
     for job in begun:
-        old, new = before.get(job.name, []), list(job.words)
+        old = before.get(job.name, [])
+        new = list(job.words)
         if not old and job.is_run:
             old, new = _as_begun(job)
         elif not old:
@@ -500,7 +504,8 @@ def _as_begun(job: SweepJob) -> list[list[str]]:
 def _options_in(words: list[str], name: str) -> dict[str, str]:
     """Group the words of the command called `name` by flag; paths in the folder of its sweep become relative."""
     out = words[words.index("--out") + 1].removesuffix(name) if "--out" in words[:-1] else ""
-    found, last = dict[str, str](), ""
+    found = dict[str, str]()
+    last = ""
     for word in words:
         if word.startswith("--"):
             last = word

@@ -58,7 +58,8 @@ def write(config: Any) -> int:
     if len(text.encode()) > MOST_BYTES:
         raise UsageError(f"a page about {len(config.runs)} runs would have more than 2 MB; name fewer")
     publish_text(config.out, text, "report")
-    size, runs = len(text.encode()) // 1024, sum(len(each.runs) for each in groups)
+    size = len(text.encode()) // 1024
+    runs = sum(len(each.runs) for each in groups)
     record = {"page": str(config.out), "KiB": size, "runs": runs}
     show([f"{config.out}: {counted(runs, 'run')}, {size} KiB"], record, config.json)
     return 0
@@ -116,7 +117,8 @@ def cut(value: Any, most: int = _TEXT) -> Any:
 def _run_table(runs: Sequence[LoggedRun]) -> Table:
     rows = []
     for run in runs:
-        environment, ranks = run.record.environment, run.record.environment.get("ranks", 1)
+        environment = run.record.environment
+        ranks = run.record.environment.get("ranks", 1)
         libraries = environment.get("libraries")
         libraries = libraries if isinstance(libraries, dict) else {}
         versions = ", ".join(f"{name} {libraries.get(name)}" for name in ("kdtrain", "torch") if libraries.get(name))
@@ -134,7 +136,8 @@ def _caches(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
     for run in runs:
         if run.cache is None or run.cache in found:
             continue
-        path, environment = run.options.get("cache"), run.record.environment
+        path = run.options.get("cache")
+        environment = run.record.environment
         aligned, mixed = environment.get("alignment"), environment.get("caches")
         digest = str(aligned.get("cache")) if isinstance(aligned, dict) else run.cache
         members: list[Any] = mixed if isinstance(mixed, list) else [{"cache": path or run.folder / "data"}]

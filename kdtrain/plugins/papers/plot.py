@@ -55,6 +55,7 @@ def draw(config: PlotConfig) -> list[Group]:
         raise UsageError(f"--y names {len(names)} numbers; a figure has at most 12 panels")
     figure = figures.draw(groups, config.x, names)
     with writing(config.out), published(config.out, "plot") as path:
-        kind, salt = config.out.suffix[1:], config.out.stem
+        kind = config.out.suffix[1:]
+        salt = config.out.stem
         figures.save(figure, path, dpi=300, kind=kind, salt=salt, bbox_inches="tight", pad_inches=0.03)
     return groups

@@ -49,7 +49,9 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
     They are None where unknown. A run takes what a finished run of its arm took, or else what its `--dry-run` measures:
     without its cache, on a small one, which is made and removed, and has no epochs to count.
     """
-    known, small, jobs = dict[str, dict[str, Any]](), dict[str, str](), [*sweep.caches, *sweep.runs]
+    known = dict[str, dict[str, Any]]()
+    small = dict[str, str]()
+    jobs = [*sweep.caches, *sweep.runs]
     for job in sweep.runs:
         if job.done and (row := _row(job)) and row["state"] in ENDED:
             known[job.arm] = {"seconds": row["seconds"], "MiB": mib([job.config.out]), "how": f"as {job.name}"}

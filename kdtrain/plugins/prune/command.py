@@ -68,7 +68,8 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
         kind = f"a teacher of kind {spec.kind}" if spec.kind != LOCAL else "made of layers of another model"
         raise UsageError(f"{spec.name} is {kind}; only a model with weights of its own is pruned")
     known = configuration(spec, None)
-    roles, after = roles_of(known, spec.name), wanted_shape(like, known, spec.name)
+    roles = roles_of(known, spec.name)
+    after = wanted_shape(like, known, spec.name)
     before = Shape.of(known, roles)
     large = parameter_count(spec.name, known, trust_remote_code=spec.trust_remote_code)
     small = parameter_count(like.name, pruned_config(known, like, after, list(range(after.layers))))
@@ -80,7 +81,8 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
         )
 
     cache = open_cache(config.cache)
-    settings, reader = cache.manifest.settings, cache["train"]
+    settings = cache.manifest.settings
+    reader = cache["train"]
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
     if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:
         raise UsageError(f"--cache {cache.name} is of another tokenizer than {spec.name}; give a cache of the same")
@@ -106,7 +108,8 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     student = prune(model, like, after, cut, importance.shares)
     small, large = (sum(each.numel() for each in one.parameters()) for one in (student, model))  # ties as they are
 
-    held_out, losses = cache["validation" if "validation" in cache else "train"], {}
+    held_out = cache["validation" if "validation" in cache else "train"]
+    losses = {}
     for name, each in (("teacher", teacher), ("pruned", _running(student.to(device), mode))):
         losses[name] = mean_loss(each, held_out, min(_VALIDATED, len(held_out)), config.batch_size)
     layers: dict[str, Any] = {"layers": cut.layers}

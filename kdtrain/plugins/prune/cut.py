@@ -88,7 +88,8 @@ class Roles:
         return [*(f"{self.layers}.{layer}.{name}" for layer in range(layers) for name in names), self.last_norm]
 
 
-_LLAMA, _QUERY_NORMS = Roles(), ("self_attn.q_norm", "self_attn.k_norm")
+_LLAMA = Roles()
+_QUERY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _GEMMA = replace(_LLAMA, norm_offset=1.0, scaled_embedding=True)
 _GEMMA2 = replace(
     _GEMMA,
@@ -224,11 +225,13 @@ def _others(like: ModelSpec, config: PreTrainedConfig, teacher: PreTrainedConfig
 
 def pruned_config(teacher: PreTrainedConfig, like: ModelSpec, after: Shape, layers: list[int]) -> PreTrainedConfig:
     """Derive a configuration from the teacher's, with the sizes `after` and `layers` alone."""
-    table, roles = plain_config(teacher), ROLES[teacher.model_type]
+    table = plain_config(teacher)
+    roles = ROLES[teacher.model_type]
     # the sizes that a configuration without these keys has
     usual = {"neurons": 4 * after.width, "groups": after.heads, "head_dim": after.width // after.heads}
     for each in fields(Shape):
-        key, size = roles.sizes.get(each.name), getattr(after, each.name)
+        key = roles.sizes.get(each.name)
+        size = getattr(after, each.name)
         # keys that a configuration may leave out stay out, so that an uncut model has its teacher's
         if key is not None and (table.get(key) is not None or size != usual.get(each.name)):
             table[key] = size
@@ -247,7 +250,9 @@ def choose(scores: Importance, roles: Roles, before: Shape, after: Shape) -> Cut
         assert scores.losses is not None
         layers = _best(scores.losses, after.layers).tolist()
     channels = torch.stack([scores.outputs[name] for name in roles.reading_norms(layers)]).sum(0)
-    queries, heads, groups = after.heads // after.groups, [], []
+    queries = after.heads // after.groups
+    heads = []
+    groups = []
     for layer in layers:
         by_group_GQ = scores.heads[layer].view(before.groups, -1)
         own = [_best(of_group, queries) for of_group in by_group_GQ]
@@ -274,7 +279,8 @@ def prune(teacher: PreTrainedModel, like: ModelSpec, after: Shape, cut: Cut, sha
     config = pruned_config(teacher.config, like, after, cut.layers)
     with torch.random.fork_rng(devices=[]):
         student = new_model(like.name, config, like.attention, trust_remote_code=False)
-    given, weights = teacher.state_dict(), {}
+    given = teacher.state_dict()
+    weights = {}
     narrower = after.width < before.width
     stretch = math.sqrt(before.width / after.width) if roles.scaled_embedding else 1.0
     tied = bool(config.tie_word_embeddings)
@@ -329,7 +335,8 @@ def _places(kind: str, cut: Cut, layer: int, before: Shape) -> Tensor:
     """Return the indices that stay of an axis."""
     if kind in ("width", "neurons"):
         return cut.width if kind == "width" else cut.neurons[layer]
-    number, numbers = torch.arange(before.head_dim), cut.groups[layer] if kind == "groups" else cut.heads[layer]
+    number = torch.arange(before.head_dim)
+    numbers = cut.groups[layer] if kind == "groups" else cut.heads[layer]
     places = (numbers[:, None] * before.head_dim + number).flatten()
     whole = before.heads * before.head_dim
     return torch.cat([places + part * whole for part in range(3)]) if kind.startswith("queries") else places

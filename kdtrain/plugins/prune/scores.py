@@ -152,7 +152,9 @@ class Scores:
 
     def _score_width(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
         """Add what a forward shows in front of and behind the modules to the sums."""
-        model, roles, layers = teacher.model.model, self.roles, list(range(self.shape.layers))
+        model = teacher.model.model
+        roles = self.roles
+        layers = list(range(self.shape.layers))
 
         def squared(value_BTX: Tensor) -> Tensor:
             return value_BTX.abs().mean(1).double().square().sum(0)
@@ -246,7 +248,8 @@ def cross_entropy(teacher: LocalTeacher, text: Mapping[str, Tensor]) -> tuple[Te
     tokens_BT, mask_N = text["tokens"].to(teacher.device), text["loss_mask"].flatten().to(teacher.device)
     with torch.no_grad():
         hidden_BTD, _ = teacher.hidden_states(tokens_BT[:, :-1], text.get("segments"))
-        hidden_ND, labels_N = rearrange(hidden_BTD, "B T D -> (B T) D"), tokens_BT[:, 1:].flatten()
+        hidden_ND = rearrange(hidden_BTD, "B T D -> (B T) D")
+        labels_N = tokens_BT[:, 1:].flatten()
         found = DistillationLoss(alpha=0.0)(
             hidden_ND, teacher.head, labels_N, mask_N, None, vocab_size=teacher.vocab_size, normalizer=1.0
         )
@@ -255,7 +258,9 @@ def cross_entropy(teacher: LocalTeacher, text: Mapping[str, Tensor]) -> tuple[Te
 
 def mean_loss(teacher: LocalTeacher, reader: CacheReader, sequences: int, batch: int) -> float:
     """Compute the mean cross-entropy on `sequences` of a split, in nats a label."""
-    rows, loss, labels = spread(len(reader), sequences), 0.0, 0
+    rows = spread(len(reader), sequences)
+    loss = 0.0
+    labels = 0
     for start in range(0, len(rows), batch):
         found = cross_entropy(teacher, texts(reader, rows[start : start + batch]))
         loss, labels = loss + float(found[0]), labels + int(found[1])

@@ -119,7 +119,8 @@ def _write_preview(cache: "kd.Cache", path: Path) -> bool:
             ids, logprobs = item["ids"][:_POSITIONS, :_ENTRIES], item["logprobs"][:_POSITIONS, :_ENTRIES]
         else:
             logprobs, ids = item["logprobs"][:_POSITIONS].float().topk(min(_ENTRIES, item["logprobs"].shape[-1]))
-        places, vocabulary = zip(ids.tolist(), logprobs.tolist(), strict=True), int(item["vocabulary"][0])
+        places = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        vocabulary = int(item["vocabulary"][0])
         found["best"] = [
             ", ".join(
                 f"{text([token])!r} {value:.2f}" for token, value in zip(*each, strict=True) if token < vocabulary

@@ -52,18 +52,22 @@ def main(config: PushConfig) -> int:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
 
     setup_logging()
-    folder, address = config.path, parse_address(config.to)
+    folder = config.path
+    address = parse_address(config.to)
     assert address is not None and address.repository is not None, "PushConfig has refused it"
     if parse_address(folder) is not None:
         raise UsageError(f"{folder} is not a folder; push publishes the folder in which it was built")
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder; name a cache, a run or an export")
-    name, kind = address.repository, "dataset"
+    name = address.repository
+    kind = "dataset"
     caches = (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)
     if any((folder / each).exists() for each in caches):
         config.refuse_missing()
     else:
-        folder, kind, address = _export_in(folder), "model", Address(f"hf:{name}", name)
+        folder = _export_in(folder)
+        kind = "model"
+        address = Address(f"hf:{name}", name)
         if any(config.licenses.values()):
             raise UsageError("a student's licence is kdtrain export --license; leave the licences of a cache out")
     refuse_links(folder)

@@ -56,11 +56,13 @@ def student_card(folder: Path, files: Collection[str]) -> str | None:
 def _changed(lines: list[str], recipe: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a recipe whose options differ from the defaults, each section by its name."""
     usual = {name: written(each.field, each.default) for name, each in options_of(DistillConfig).items()}
-    section, waiting = dict[str, Any](), list[str]()
+    section = dict[str, Any]()
+    waiting = list[str]()
     for line in lines:
         name = line.partition(" = ")[0]
         if line.startswith("["):
-            section, waiting = recipe[line[1:-1]], [line]
+            section = recipe[line[1:-1]]
+            waiting = [line]
         elif name in section and (name not in usual or section[name] != usual[name]):
             yield from (*waiting, line)
             waiting = []
@@ -68,7 +70,8 @@ def _changed(lines: list[str], recipe: Mapping[str, Any]) -> Iterator[str]:
 
 def _head(page: str, recipe: Mapping[str, Mapping[str, Any]], files: Collection[str]) -> Iterator[str]:
     """Yield the lines that the hub reads."""
-    given, library = recipe.get("run", {}), "transformers"
+    given = recipe.get("run", {})
+    library = "transformers"
     if ADAPTER_CONFIG in files:
         library = "peft"
     elif any(name.endswith(".gguf") for name in files):

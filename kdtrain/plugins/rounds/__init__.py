@@ -45,7 +45,8 @@ class WriterConfig(Options):
 
     def check(self, config: CacheTeacherConfig) -> None:
         """Take the text of --answers for generated. UsageError: nothing is written, or twice."""
-        data, own = config.data, self.teacher_prompts or self.teacher_system is not None
+        data = config.data
+        own = self.teacher_prompts or self.teacher_system is not None
         flags = {"--by": self.by is not None, "--answers": self.answers is not None, "--teacher-prompts": own}
         named = next((name for name, given in flags.items() if given), "")
         here = f"{named} needs a teacher that runs here; leave --teacher-server out"

@@ -123,7 +123,10 @@ def read_answers(
 
     UsageError: a line cannot be read, answers another prompt, or does not go with the lines before.
     """
-    rows, splits, wide, ids = list[PackedRow](), list[str](), 0, False
+    rows = list[PackedRow]()
+    splits = list[str]()
+    wide = 0
+    ids = False
     policies, known = set[str | None](), set[tuple[bool, bool]]()
     with closing(reader):
         for number, text in read_lines(path):
@@ -133,7 +136,9 @@ def read_answers(
             except ValueError as error:
                 raise UsageError(f"{key} is not a prompt with its answer: {error}") from None
             if not prompts:
-                prompt, room, split = reader.prompt(key, line.prompt), reader.seq_len, str(line.split or "")
+                prompt = reader.prompt(key, line.prompt)
+                room = reader.seq_len
+                split = str(line.split or "")
             elif len(rows) < len(prompts) and line.prompt in (None, *map(prompts[len(rows)].get, ("prompt", "tokens"))):
                 prompt, room, split = (prompts[len(rows)][name] for name in ("tokens", "max_tokens", "split"))
             else:

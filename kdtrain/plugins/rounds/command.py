@@ -55,13 +55,15 @@ def write_elsewhere(
     for split, each in rows.items():
         for row in each:
             tokens = row.tokens[: int(row.loss_mask.argmax()) + 1].tolist()
-            text, most = reader.tokenizer.decode(tokens), int(row.loss_mask.sum())
+            text = reader.tokenizer.decode(tokens)
+            most = int(row.loss_mask.sum())
             lines.append({"prompt": text, "tokens": tokens, "max_tokens": most, "split": split})
             if SEEN in row.kept:
                 lines[-1]["teacher_prompt"] = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
 
     def write() -> bool:
-        folder, prompts = path.parent, path.with_suffix(".prompts")
+        folder = path.parent
+        prompts = path.with_suffix(".prompts")
         if path.exists():
             return True
         with making(folder):

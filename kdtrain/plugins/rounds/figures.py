@@ -60,7 +60,8 @@ def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float]:
     The standard error is over rows.
     """
     rows = np.unique(np.linspace(0, len(reader) - 1, min(ROWS, len(reader))).astype(int))
-    sums, ratios = torch.zeros(5, dtype=torch.float64), list[tuple[float, int]]()
+    sums = torch.zeros(5, dtype=torch.float64)
+    ratios = list[tuple[float, int]]()
     for start in range(0, len(rows), 32):
         batch = reader.read(rows[start : start + 32].tolist())
         targets, mask_BT = batch.targets, batch.loss_mask
@@ -88,7 +89,8 @@ def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
     for row, mask in zip(tokens_nT1[:, 1:], mask_nT, strict=True):
         text = row[mask].tolist()
         grams = list(zip(text, text[1:], text[2:], strict=False))
-        total, again = total + len(grams), again + len(grams) - len({*grams})
+        total = total + len(grams)
+        again = again + len(grams) - len({*grams})
     return again / max(total, 1)
 
 
@@ -126,7 +128,8 @@ def load_score(name: str) -> Score:
 
 def show_texts(cache: LocalCache, tokenizer: Any, name: str, score: Score | None, most: int = 2) -> dict[str, float]:
     """Log the first held-out prompts of a round with what the student wrote; return the mean score of all, if any."""
-    reader, scores = cache["validation"], list[float]()
+    reader = cache["validation"]
+    scores = list[float]()
     whole = reader.text(np.arange(len(reader) if score is not None else min(most, len(reader))))
     for row, (tokens, flags) in enumerate(zip(whole["tokens"], whole["loss_mask"], strict=True)):
         places = np.flatnonzero(flags == 1)

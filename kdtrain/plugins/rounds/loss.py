@@ -49,7 +49,8 @@ def _of_label(statistics: Any, rows: Supervision) -> Tensor:
             factor_RH = share_RH * (ratio_RH - baseline_R[:, None])
         moving_R = (factor_RH * log_q_RH).sum(1)
     else:
-        value_R, moving_R = weight_R * ratio_R, torch.zeros_like(log_q_R)
+        value_R = weight_R * ratio_R
+        moving_R = torch.zeros_like(log_q_R)
     moving_R = moving_R + weight_R * (ratio_R - baseline_R) * log_q_R
     return value_R + (moving_R - moving_R.detach())
 

@@ -115,7 +115,8 @@ def split_sources(
     """Make the splits of a run; validation is of the fixed cache if there is one, else of the text of the prompts."""
     tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
     beside = fixed or (text if shape.cold else None)
-    given, score = config.plugins["rounds"], None
+    given = config.plugins["rounds"]
+    score = None
     if given.score_with is not None:
         score = load_score(given.score_with)
     divergence = DIVERGENCES.get(config.objective.divergence.partition(":")[0])
@@ -138,7 +139,9 @@ class RoundsData(DataPlan):
     """The plan of a run on text that the student writes behind the prompts of --data, alone or beside --cache."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self.config, self.device, self.request = request.config, request.device, request
+        self.config = request.config
+        self.device = request.device
+        self.request = request
         self.given = request.config.plugins["rounds"]
         config = request.config
         data = replace(config.data, document_mask=False)  # a rollout is a row of its own
@@ -164,7 +167,8 @@ class RoundsData(DataPlan):
 
     def _facts(self, identity: str, tokenizer: Path | None) -> Facts:
         """Describe the rollouts. UsageError: fixed text does not fit beside them."""
-        codec, span = self.codec, stated_range(self.codec)
+        codec = self.codec
+        span = stated_range(self.codec)
         theirs = self.teacher.tokenizer
         found = Facts(
             name=str(self.config.out / ROLLOUTS),
@@ -206,7 +210,8 @@ class RoundsData(DataPlan):
         def own() -> dict[str, list[PackedRow]]:
             """Read the rows again in which the teacher reads its own prompts, and return them with those stored."""
             nonlocal seen
-            data, theirs = config.data, self.teacher.tokenizer
+            data = config.data
+            theirs = self.teacher.tokenizer
             rows_.update(own_rows(data, theirs, self.teacher.ends, True, True, None, data.limits))
             seen = prompts_digest(rows_, data.seq_len, self.teacher)
             return {split: [*map(bare, each)] for split, each in rows_.items()}
@@ -257,7 +262,8 @@ class RoundWriter:
         """Take the student. UsageError: one of both is sharded, or they end their texts by different tokens."""
         if any(isinstance(each, DTensor) for each in student.parameters()):
             raise UsageError("--on-policy needs the whole student on each rank; use --parallel ddp")
-        self.student, self.teacher = student, teacher or self.teacher
+        self.student = student
+        self.teacher = teacher or self.teacher
         if getattr(self.teacher, "sharded", False):  # ranks write other numbers of batches
             whole = "use --teacher-parallel replicate, and leave --teacher-tensor-parallel out"
             raise UsageError(f"--on-policy needs the whole teacher on each rank; {whole}")
@@ -269,7 +275,8 @@ class RoundWriter:
             seed=self.config.seed,
             batch_size=given.rollout_batch_size,
         )
-        system, self.more = given.teacher_system, None
+        system = given.teacher_system
+        self.more = None
         if system is not None:
             self.more = inserted(system, self.config.data, self.teacher)
         self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
@@ -308,7 +315,8 @@ class RoundWriter:
         options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": how.batch_size}
         write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=self._stop_together, **options)
         on_main(lambda: None)  # rank 0 has written the manifest
-        seconds, whole = answers.seconds, time.monotonic() - started
+        seconds = answers.seconds
+        whole = time.monotonic() - started
         spent = {f"rollouts/{name}_s": each for name, each in seconds.items()}
         spent["rollouts/learning_s"] = started - self.ended
         self.ended = time.monotonic()
@@ -327,7 +335,8 @@ class RoundWriter:
 
     def _settings(self, number: int, attempt: int) -> tuple[CacheSettings, Writing]:
         """Return the settings of a round by the student with its present weights."""
-        place, base = self.shape.cold + (number - 1) * self.shape.sequences, self.prompts.manifest.settings
+        place = self.shape.cold + (number - 1) * self.shape.sequences
+        base = self.prompts.manifest.settings
         policy = {
             "spec": str(self.config.student),
             "weights_digest": model_digest(self.student.model),
@@ -339,7 +348,8 @@ class RoundWriter:
             policy["teacher_system"] = self.given.teacher_system
         if self.seen is not None:
             policy["teacher_prompts"] = self.seen
-        how, size = replace(self.how, policy=policy), self.given.rollout_batch_size
+        how = replace(self.how, policy=policy)
+        size = self.given.rollout_batch_size
         batches = max(1, -(-self.shape.rows // size) // _SHARDS)
         data = dict(base.data)
         prompts = data.pop("prompts")
@@ -366,7 +376,8 @@ class RoundWriter:
         rows = np.arange(len(reader))
         if split == "train":
             rows = in_order(self.config.seed, (number - 1) * self.shape.rows, self.shape.rows, len(reader), _STREAM)
-        text, most = reader.text(rows), self._length(number)
+        text = reader.text(rows)
+        most = self._length(number)
         masks = text["loss_mask"] == 1
         lengths = masks.argmax(1)
         for at in np.argsort(lengths, kind="stable").tolist():

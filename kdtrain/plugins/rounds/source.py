@@ -88,7 +88,8 @@ class Fixed:
     """A source that keeps its own targets beside an online teacher."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.facts = source, source.facts
+        self.source = source
+        self.facts = source.facts
         self.overlaps, self.repeatable = source.overlaps, source.repeatable
 
     def __getattr__(self, name: str) -> Any:
@@ -168,7 +169,9 @@ class Rounds:
         return Order(partial(self._places, seed), lambda found: found[np.argsort(found // STRIDE, kind="stable")])
 
     def _places(self, seed: int, start: int, size: int) -> np.ndarray:
-        shape, places, found = self.shape, np.arange(start, start + size, dtype=np.int64), np.empty(size, np.int64)
+        shape = self.shape
+        places = np.arange(start, start + size, dtype=np.int64)
+        found = np.empty(size, np.int64)
         before = shape.before(places)
         drawn = (shape.before(places + 1) > before) & (places >= shape.cold)
         if not drawn.all():
@@ -181,7 +184,8 @@ class Rounds:
 
     def _rollout(self, seed: int, place: int) -> int:
         """Return the index of the rollout at a place."""
-        shape, now = self.shape, self.shape.round_of(place)
+        shape = self.shape
+        now = self.shape.round_of(place)
         offset = int(shape.before(place)) - int(shape.before(shape.cold + (now - 1) * shape.sequences))
         mixed = min(shape.stale, now - 1) + 1
         turn, age = divmod(offset, mixed)
@@ -206,14 +210,16 @@ class Rounds:
     def _begin(self, number: int) -> dict[str, float]:
         """Begin a round and return its numbers; every rank calls it. RunError: it collapsed, or does not exist."""
         attempt = on_main(lambda: self._attempt(number))
-        folder, spent = self._folder(number, attempt), dict[str, float]()
+        folder = self._folder(number, attempt)
+        spent = dict[str, float]()
         if self.writer is not None:
             spent |= self.writer.write(number, attempt, folder)
         digest = read_manifest(folder).digest
         with raise_on_all_ranks():
             if on_main(lambda: digest) != digest:
                 raise RunError(f"{folder} is another round on this rank than on rank 0; give all ranks one --out")
-        self.attempt, self.rounds[number] = max(self.attempt, attempt), attempt
+        self.attempt = max(self.attempt, attempt)
+        self.rounds[number] = attempt
         for old in [each for each in self._open if each < number - self.shape.stale]:
             self._open.pop(old)[0]["train"].close()
         numbers = on_main(lambda: figures(LocalCache(folder), self.text))
@@ -293,7 +299,8 @@ class Rounds:
         self.attempt = max(self.attempt + bool(left), saved.attempt)
         for number in left:
             self._open.pop(number, None)
-        self.rounds, self.first = found, None
+        self.rounds = found
+        self.first = None
 
     def _digest(self, rounds: Iterable[list[int]]) -> str:
         """Compute a digest over the digests of rounds; return `missing` where one is not there."""
@@ -323,7 +330,8 @@ def _baseline(reader: CacheReader) -> float:
     """
     rows = np.unique(np.linspace(0, len(reader) - 1, min(_BASELINE_ROWS, len(reader))).astype(int))
     batch = reader.read(rows.tolist())
-    targets, mask_N = batch.targets, batch.loss_mask.flatten()
+    targets = batch.targets
+    mask_N = batch.loss_mask.flatten()
     assert targets is not None and targets.policy is not None
     own_N, theirs_N = (each[mask_N].double() for each in (targets.policy, targets.label_logprob))
     weight_N = (1 - own_N.exp()).square()

@@ -20,7 +20,8 @@ class Weights(Observer):
     """
 
     def __init__(self, every: int) -> None:
-        self.every, self.found = every, dict[str, float]()
+        self.every = every
+        self.found = dict[str, float]()
 
     def before_forward(self, step: StepView, batch: Batch) -> None:
         targets = batch.targets

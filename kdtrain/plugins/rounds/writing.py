@@ -106,7 +106,8 @@ class RolloutAnswers(ShardAnswers):
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
-        found, drawn_BT = rows, rows.kept.get(POLICY)
+        found = rows
+        drawn_BT = rows.kept.get(POLICY)
         if not self._given:
             with self._timed("writing"):
                 found, drawn_BT = self._continued(rows)
@@ -122,7 +123,8 @@ class RolloutAnswers(ShardAnswers):
         parts = list[dict[str, np.ndarray]]()
         for start in range(0, len(rows), self._scored):
             part = rows[slice(start, min(start + self._scored, len(rows)))]
-            read, back_BT = part, None
+            read = part
+            back_BT = None
             if SEEN in part.kept or self._more is not None:
                 read, back_BT = seen_rows(part, self._more)
             with self._inner.session(read):
@@ -149,9 +151,11 @@ class RolloutAnswers(ShardAnswers):
         ends = list(how.end_tokens)
         name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
         seed = int.from_bytes(hashlib.sha256(f"kdtrain rollouts {name}".encode()).digest()[:7])
-        tokens_BT1, mask_BT = rows.tokens.copy(), np.zeros(rows.loss_mask.shape, bool)
+        tokens_BT1 = rows.tokens.copy()
+        mask_BT = np.zeros(rows.loss_mask.shape, bool)
         drawn_BT = np.zeros(mask_BT.shape, np.float32)
-        lengths_B, room_B = rows.loss_mask.argmax(1) + 1, rows.loss_mask.sum(1)
+        lengths_B = rows.loss_mask.argmax(1) + 1
+        room_B = rows.loss_mask.sum(1)
         # the outer autocast keeps the weights that the inner ones cast
         with student.decoding() as next_logits, autocast(student.mode, student.device):
             for length in np.unique(lengths_B).tolist():
@@ -163,13 +167,16 @@ class RolloutAnswers(ShardAnswers):
                     return held[0]
 
                 prompts_BT = torch.from_numpy(rows.tokens[own, :length].astype(np.int64)).to(student.device)
-                numbers, room = (rows.first + own).tolist(), int(room_B[own].max())
+                numbers = (rows.first + own).tolist()
+                room = int(room_B[own].max())
                 steps = generate(seen, prompts_BT, room, how.temperature, seed, rows=numbers, top_p=how.top_p)
                 open_B = np.ones(len(own), bool)
                 for at, drawn_B in enumerate(steps, length - 1):
                     logprob_B = held[0].float().log_softmax(-1).gather(1, drawn_B[:, None])[:, 0]
-                    tokens_B, going = drawn_B.cpu().numpy(), own[open_B]
-                    tokens_BT1[going, at + 1], mask_BT[going, at] = tokens_B[open_B], True
+                    tokens_B = drawn_B.cpu().numpy()
+                    going = own[open_B]
+                    tokens_BT1[going, at + 1] = tokens_B[open_B]
+                    mask_BT[going, at] = True
                     drawn_BT[going, at] = logprob_B.cpu().numpy()[open_B]
                     open_B &= ~np.isin(tokens_B, ends) & (at + 2 - length < room_B[own])
                     if self._stopped():
@@ -202,7 +209,8 @@ def seen_rows(rows: ShardRows, more: Inserted | None) -> tuple[ShardRows, np.nda
 
     more: is put into each prompt; None: the rows bring their prompts (`answers.SEEN`).
     """
-    (size, length), starts_B = rows.loss_mask.shape, rows.loss_mask.argmax(1) + 1
+    (size, length) = rows.loss_mask.shape
+    starts_B = rows.loss_mask.argmax(1) + 1
     if more is None:
         prompts = [row[row >= 0] for row in rows.kept[SEEN]]
     else:
@@ -230,7 +238,8 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
     if not has_prompts(data) or next(documents_of(data, data.split, prompts=True)).messages is None:
         found = Inserted(0, tuple(tokenizer.encode(text, add_special_tokens=False)))
     else:
-        turns, encoder = [{"role": "user", "content": "?"}], Encoder(tokenizer, opening=True)
+        turns = [{"role": "user", "content": "?"}]
+        encoder = Encoder(tokenizer, opening=True)
         try:
             longer = [{"role": "system", "content": text}, *turns]
             whole, own = (encoder.prompt(Document("--teacher-system", messages=each)) for each in (longer, turns))
@@ -330,8 +339,13 @@ def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: C
 
     UsageError: the student has another tokenizer, or cannot read sequences of this length; the file cannot be read.
     """
-    name, data, ends = given.by, config.data, teacher.ends
-    most, known, student, more = config.text.max_new_tokens, True, None, None
+    name = given.by
+    data = config.data
+    ends = teacher.ends
+    most = config.text.max_new_tokens
+    known = True
+    student = None
+    more = None
     policy: dict[str, Any] = {"spec": name, "weights_digest": None, "step": None, "round": 0, "attempt": 1}
     found: dict[str, list[PackedRow]] | None = None
     if given.answers is not None:
@@ -350,7 +364,8 @@ def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: C
         found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, data.limits)
     if name is not None:
         found_student = opened(name)
-        model, theirs = found_student.student, tokenizer_digest(teacher.tokenizer)
+        model = found_student.student
+        theirs = tokenizer_digest(teacher.tokenizer)
         if found_student.tokenizer is None or digest_of(found_student.tokenizer) != theirs:
             raise UsageError(
                 f"--by {name}: it has another tokenizer than the teacher {teacher.name}, which cannot score its "

@@ -204,7 +204,8 @@ def read_text(prompt: Span, answers: Answers, how: Writing, choice: Choice) -> t
     It is scored by another request. Wrong: it cannot be what was requested. RunError: it ends with an end token that is
     not known here.
     """
-    ids, ends = choice.token_ids or [], how.end_tokens
+    ids = choice.token_ids or []
+    ends = how.end_tokens
     if not ids:
         raise Wrong("no token_ids: it is not vLLM, or a version that does not return them")
     if min(ids) < 0 or max(ids) >= answers.codec.vocab_size:
@@ -298,7 +299,8 @@ def apart(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarra
     (ids_nK, one_nK), (others_nK, other_nK) = one, other
     if ids_nK.shape != others_nK.shape:
         return math.inf
-    total, number = 0.0, 0
+    total = 0.0
+    number = 0
     for mine, mine_p, theirs, theirs_p in zip(ids_nK, one_nK, others_nK, other_nK, strict=True):
         known = dict(zip(theirs.tolist(), theirs_p.tolist(), strict=True))
         least = min(known.values())
@@ -313,7 +315,8 @@ def spans_of(split: str, row: int, tokens: np.ndarray, counted: np.ndarray, segm
 
     counted: bool [T], labels of the loss. segments: [T], number of the document; None: all see each other.
     """
-    length, spans = len(counted), []
+    length = len(counted)
+    spans = []
     borders = [] if segments is None else (np.flatnonzero(np.diff(segments)) + 1).tolist()
     for start, stop in zip([0, *borders], [*borders, length], strict=True):
         labels = np.flatnonzero(counted[start:stop])

@@ -116,7 +116,8 @@ class Client:
     def __init__(
         self, urls: Iterable[str], *, concurrency: int, timeout: float, patience: float, engine: Engine | None = None
     ) -> None:
-        self.hosts, self.engine = [Host(api_url(url)) for url in urls], engine or Engine()
+        self.hosts = [Host(api_url(url)) for url in urls]
+        self.engine = engine or Engine()
         self.concurrency, self.timeout, self.patience = concurrency, timeout, patience
         self.verify: Callable[[Host], object] = lambda _: None
         """Raises an error if a server that was away is not what it was."""
@@ -124,8 +125,11 @@ class Client:
         """The servers have given prompt_logprobs; without them one is refused at once."""
         self.salted = True
         """Each request has a `cache_salt` of its own."""
-        self._salt, self._salts = os.urandom(8).hex(), itertools.count()
-        self._lock, self._thread, self._ended = threading.Lock(), threading.local(), threading.Event()
+        self._salt = os.urandom(8).hex()
+        self._salts = itertools.count()
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._ended = threading.Event()
         self._key = _key()
         for url in (host.url for host in self.hosts if self._key):
             # the key would go over a network that is not private, where anybody on the way can read it
@@ -149,7 +153,8 @@ class Client:
 
         Refused: the server does not take the request. RunError: no answer.
         """
-        prompt, samples = body["prompt"], body.get("vllm_xargs", {}).get("kdtrain_samples", 0)
+        prompt = body["prompt"]
+        samples = body.get("vllm_xargs", {}).get("kdtrain_samples", 0)
         entries = max(int(body.get("prompt_logprobs") or body.get("logprobs") or 0), samples)
         most = SMALL + (len(prompt) + body.get("max_tokens", 1)) * (entries + 2) * 500
 
@@ -179,7 +184,8 @@ class Client:
 
     def _ask(self, once: Callable[[Host], T], host: Host | None, tries: int = WRONG) -> tuple[T, Host]:
         """Call `once` with a server until it returns, or its answers were wrong `tries` times."""
-        wrong, began = 0, None
+        wrong = 0
+        began = None
         while True:
             at = self._take(host)
             try:
@@ -189,7 +195,8 @@ class Client:
                 at.failures = 0
                 return found, at
             except Wrong as problem:
-                wrong, words = wrong + 1, quoted(str(problem))
+                wrong = wrong + 1
+                words = quoted(str(problem))
                 if wrong >= tries:
                     raise RunError(f"{at} answers with {words}; tried {wrong} times") from None
                 self._rest(at, Passing(f"it answers with {words}", _WRONG_WAIT * (wrong - 1)))
@@ -210,7 +217,8 @@ class Client:
         The first error is raised by all jobs, and ends all requests.
         """
         waiting = deque((Future[T](), job) for job in jobs)
-        futures, broken = [future for future, _ in waiting], list[BaseException]()
+        futures = [future for future, _ in waiting]
+        broken = list[BaseException]()
 
         def work() -> None:
             with suppress(IndexError):
@@ -273,7 +281,8 @@ class Client:
 
     def _exchange(self, host: Host, url: str, content: dict[str, Any] | None, most: int) -> bytes:
         """Send a request and return the body of an answer with code 200. Passing, Refused: there is none."""
-        session, self._thread.session = getattr(self._thread, "session", None) or Session(), None
+        session = getattr(self._thread, "session", None) or Session()
+        self._thread.session = None
         session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
         # Proxies of the environment reach no host inside, and through http they would read the key.
         session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
@@ -290,7 +299,9 @@ class Client:
                 if answer.is_redirect:
                     target = shown_address(quoted(answer.headers.get("Location", "")))
                     raise Refused(answer.status_code, f"it redirects to {target}, which is not followed")
-                code, wait, found = answer.status_code, retry_after(answer), bytearray()
+                code = answer.status_code
+                wait = retry_after(answer)
+                found = bytearray()
                 for piece in body(answer):
                     found += piece
                     if len(found) > most and code == 200:

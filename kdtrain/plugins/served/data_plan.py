@@ -48,7 +48,8 @@ class ServedData(DataPlan):
 
     def cost(self, validation: int) -> Mapping[str, Any]:
         """Estimate what the run requests, at the rate of the trial's first sequences."""
-        rate, sequences = self.live.rate, self.live.planned + validation
+        rate = self.live.rate
+        sequences = self.live.planned + validation
         hours = round(sequences / rate / 3600, 4) if rate else None
         speed = round(rate * self.live.manifest.settings.seq_len, 1)
         found = {"sequences": sequences, "tokens_per_second": speed, "estimated_hours": hours}

@@ -112,7 +112,8 @@ def sample(logits_NV: Tensor, labels_N: Tensor, request: SampleRequest, start: i
     from kdtrain.cache.format.codec import encode_on_device
     from kdtrain.cache.format.spec import ABSENT
 
-    stop, device = start + len(labels_N), logits_NV.device
+    stop = start + len(labels_N)
+    device = logits_NV.device
     spec = CodecSpec(kind="sparse", vocab_size=logits_NV.shape[1], num_samples=request.number)
     broken_N = ~logits_NV.amax(-1).isfinite()
     labels_N = labels_N.to(device, torch.int64)
@@ -165,7 +166,8 @@ def read_samples(
             samples that cannot be, or a position without a distribution.
     """
     assert spec.counts_only and spec.num_samples == request.number, "another codec than the request's"
-    length, number = len(tokens) - 1, spec.num_samples
+    length = len(tokens) - 1
+    number = spec.num_samples
     if len(answer) != length + 1:
         raise ValueError(f"prompt_logprobs has {len(answer)} positions, the prompt {length + 1} tokens")
     numbers_T = np.zeros((length, 1 + _NUMBERS))

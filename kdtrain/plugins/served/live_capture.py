@@ -81,9 +81,13 @@ class LiveCache(LocalCache):
     split_type = _LiveReader
 
     def __init__(self, folder: Path, capture: Capture) -> None:
-        self.folder, self.name, self.remote, self.address = folder, str(folder), self, folder
+        self.folder = folder
+        self.name = str(folder)
+        self.remote = self
+        self.address = folder
         self._splits: dict[str, CacheReader] = {}
-        self._capture, self._ahead = capture, 0 if capture.trial else AHEAD
+        self._capture = capture
+        self._ahead = 0 if capture.trial else AHEAD
         self._changed = threading.Condition()
         """Guards what both threads change."""
         self._thread: threading.Thread | None = None
@@ -125,7 +129,8 @@ class LiveCache(LocalCache):
 
         The capture calls it. text: the packed tokens, whole.
         """
-        stated, size = text.manifest.splits, settings.sequences_per_shard
+        stated = text.manifest.splits
+        size = settings.sequences_per_shard
         order = {"seed": self._capture.seed, "text_sha256": stated["train"]["tokens_sha256"]}
         settings = replace(settings, data={**settings.data, "order": order})
         numbers_n = self._capture.order(stated["train"]["sequences"])
@@ -133,7 +138,8 @@ class LiveCache(LocalCache):
         with self._changed:
             self.manifest = _before(settings, {name: each["sequences"] for name, each in stated.items()})
             if self._capture.whole:  # nothing is requested later, and a rollback reads further
-                self._ending, self._wanted = True, -(-self.planned // size) - 1 + AHEAD
+                self._ending = True
+                self._wanted = -(-self.planned // size) - 1 + AHEAD
             self.places_n = np.argsort(numbers_n)
             self._validation = len(kept)
             self._changed.notify_all()
@@ -146,7 +152,8 @@ class LiveCache(LocalCache):
     def finish(self) -> None:
         """Complete the cache of what was captured: the run has read all that it reads."""
         with self._changed:
-            self._ending, self._ahead = True, 0
+            self._ending = True
+            self._ahead = 0
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -195,7 +202,9 @@ class LiveCache(LocalCache):
 
     def state_dict(self, sequences: int) -> dict[str, Any]:
         """Return the number of shards of the first `sequences` of the order, and the digest of their digests."""
-        size, shards, digests = self.manifest.settings.sequences_per_shard, self.manifest.splits["train"]["shards"], []
+        size = self.manifest.settings.sequences_per_shard
+        shards = self.manifest.splits["train"]["shards"]
+        digests = []
         with suppress(OSError, ValueError):  # of what was left out, and so never captured
             for record in shards[: -(-sequences // size)]:
                 digests.append(self._complete(record))
@@ -245,7 +254,8 @@ class LiveCache(LocalCache):
         except _Abandoned:
             return
         except BaseException as found:
-            error, done = found, 0
+            error = found
+            done = 0
         with self._changed:
             self._error, self._done = error, max(self._done, done)
             self._changed.notify_all()
@@ -276,11 +286,13 @@ class LiveCache(LocalCache):
 
 def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:
     """Predict the manifest, as far as it is known before the first shard, under the digest of the settings."""
-    size, splits = settings.sequences_per_shard, dict[str, Any]()
+    size = settings.sequences_per_shard
+    splits = dict[str, Any]()
     for split, number in sizes.items():
         shards = list[Any]()
         for first in range(0, number, size):
-            name, count = shard_name(split, len(shards)), min(size, number - first)
+            name = shard_name(split, len(shards))
+            count = min(size, number - first)
             shards.append({"name": name, "sequences": count, "sha256": "", "bytes": 0})
         splits[split] = {"sequences": number, "broken": 0, "tokens_sha256": "", "shards": shards}
     return Manifest(

@@ -28,7 +28,8 @@ def _check_servers(urls: tuple[str, ...]) -> None:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # brackets, or the port
             usable = False
-        usable, shown = usable and url.isprintable() and " " not in url, shown_address(url)
+        usable = usable and url.isprintable() and " " not in url
+        shown = shown_address(url)
         refuse(not usable, f"--teacher-server {shown} is not an address; give one such as http://HOST:8000/v1")
         refuse(bool(parts.query or parts.fragment), f"--teacher-server {shown}: leave out what follows ? or #")
     refuse(len({*map(api_url, urls)}) < len(urls), "--teacher-server: one address is given twice; name each once")
@@ -80,7 +81,8 @@ class ServerConfig(Options):
             config.refine is not None,
             "--refine asks for another grid of samples, which no server gives; leave --teacher-server out",
         )
-        codec, use = config.codec, "--top-k, or --num-samples where the server has kdtrain's plugin"
+        codec = config.codec
+        use = "--top-k, or --num-samples where the server has kdtrain's plugin"
         refuse(codec.dense, f"--dense: no server gives whole distributions; leave it out, and use {use}")
         refuse(
             bool(codec.samples and codec.top_k),

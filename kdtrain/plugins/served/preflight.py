@@ -240,7 +240,8 @@ class Preflight(Teacher):
         finally:
             self.client.timeout = patient
         listed = [each for each in found if each.id == quoted(each.id, _LONGEST_NAME)]
-        served, shown = [each.id for each in listed], ", ".join(each.id for each in listed)[:300]
+        served = [each.id for each in listed]
+        shown = ", ".join(each.id for each in listed)[:300]
         given = None if self.server is None else self.server.server_model
         names = [given] if given else [self.name, *filter(None, [self.spec.source])]
         known = [each for each in (*names, *map(os.path.basename, () if given else names)) if each in served]

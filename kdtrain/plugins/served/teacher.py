@@ -150,7 +150,8 @@ class ServedTeacher(Preflight):
         facts, now, self.client.salted = on_main(lambda: (*self.look(), self.client.salted))
         self.model, self.client.scores = facts["model"], True  # on the ranks that sent no request, too
         self.know(known or now, now)
-        self.client.patience, self.client.verify = patience, self.verify
+        self.client.patience = patience
+        self.client.verify = self.verify
         found = {"spec": self.name, **facts, "fingerprint": now.to_json()}
         if earlier is None or known is None:
             self._identity = found
@@ -177,8 +178,11 @@ class _ServedAnswers(ShardAnswers):
     """The answers of the servers, shard by shard: of each row its spans, or a text behind its prompt."""
 
     def __init__(self, teacher: Preflight, settings: CacheSettings) -> None:
-        self._teacher, self._settings, self._first = teacher, settings, True
-        self._answers, self._how = answers_of(settings.codec, settings.seed), teacher.writing
+        self._teacher = teacher
+        self._settings = settings
+        self._first = True
+        self._answers = answers_of(settings.codec, settings.seed)
+        self._how = teacher.writing
         self.writes = self._how is not None
         if settings.codec.top_k:
             self.examine = kept_mass
@@ -218,7 +222,8 @@ class _ServedAnswers(ShardAnswers):
 
         RunError: no server answers, or not with what can be right.
         """
-        length, found = rows.loss_mask.shape[1], list[Arrays]()
+        length = rows.loss_mask.shape[1]
+        found = list[Arrays]()
         if self.writes:
             rows = replace(rows, tokens=rows.tokens.copy(), loss_mask=np.zeros(rows.loss_mask.shape, bool))
         for i in range(len(rows)):
@@ -229,7 +234,8 @@ class _ServedAnswers(ShardAnswers):
                 for name, values in arrays.items():
                     found[i][name][start:stop] = values
                 if self.writes:
-                    rows.tokens[i, : stop + 1], rows.loss_mask[i, start:stop] = span.tokens, True
+                    rows.tokens[i, : stop + 1] = span.tokens
+                    rows.loss_mask[i, start:stop] = True
         kept = {name: np.stack([each[name] for each in found]) for name in found[0]}
         tokens_BT, segments_BT = (torch.from_numpy(each.astype(np.int64)) for each in (rows.tokens, rows.segments))
         mask_BT = torch.from_numpy(rows.loss_mask.astype(bool))
@@ -244,7 +250,10 @@ class _ServedAnswers(ShardAnswers):
 
     def _spans(self, shard: ShardRows, i: int) -> list[Span]:
         """List the requests for row i of a shard; a prompt is what `packing.prompt_rows` makes."""
-        split, row, tokens, mask = shard.split, shard.first + i, shard.tokens[i], shard.loss_mask[i].astype(bool)
+        split = shard.split
+        row = shard.first + i
+        tokens = shard.tokens[i]
+        mask = shard.loss_mask[i].astype(bool)
         if self.writes:
             return [Span(split, row, 0, tokens[: int(mask.argmax()) + 1].tolist(), int(mask.sum()))]
         return spans_of(split, row, tokens, mask, shard.segments[i] if self._settings.document_mask else None)
@@ -252,7 +261,8 @@ class _ServedAnswers(ShardAnswers):
     def _ask(self, span: Span) -> tuple[Span, Arrays]:
         """Request the answer about a span, or about the text that the server writes behind it."""
         try:
-            found, arrays = span, None
+            found = span
+            arrays = None
             if self._how is not None and span.room:
                 (found, arrays), host = self._teacher.text(self._answers, span, self._how)
                 given = self._given[host.url]

@@ -204,7 +204,8 @@ def _version_2(
             continue
         wanted, chunks = requested[req_id]
         place, start = int(batch.idx_mapping_np[i]), int(batch.num_computed_prefill_tokens_np[i])
-        length, stop = int(lengths[place]), start + int(batch.num_scheduled_tokens[i])
+        length = int(lengths[place])
+        stop = start + int(batch.num_scheduled_tokens[i])
         if start >= length or length < int(batch.prefill_len_np[i]):  # it is answered already
             continue
         row = int(batch.query_start_loc_np[i])

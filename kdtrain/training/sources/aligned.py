@@ -50,7 +50,8 @@ class AlignedSource:
     repeatable = True
 
     def __init__(self, view: View, split: str) -> None:
-        stated, size = view.cache.manifest.settings, view.record.sizes[1]
+        stated = view.cache.manifest.settings
+        size = view.record.sizes[1]
         self.reader = ViewReader(view, split)
         facts = aligned_facts(
             view.cache.name,
@@ -81,7 +82,8 @@ class AlignedSource:
 
     def taught_by(self, teacher: OnlineTeacher, device: torch.device) -> "AlignedSource":
         """Return the same source with an online teacher, prepared on `device`, that answers on its own tokens."""
-        taught, mask = copy.copy(self), self.facts.document_mask
+        taught = copy.copy(self)
+        mask = self.facts.document_mask
         width = min(teacher.vocab_size, self.reader.view.record.sizes[0])
 
         def ask(batch: Batch) -> Targets:

@@ -71,13 +71,15 @@ class CachedSource:
         """
         tokens = self.reader.text(first_rows(self.reader, most))["tokens"]
         text = other.text(first_rows(other, MEASURED))
-        held, mask = text["tokens"], text["loss_mask"].astype(bool)
+        held = text["tokens"]
+        mask = text["loss_mask"].astype(bool)
         before, label = held[:, :-1][mask], held[:, 1:][mask]
         if not len(label):
             return None
         size = int(max(tokens.max(), held.max())) + 1
         counts = np.bincount(tokens.ravel(), minlength=size)
-        kinds, number = np.count_nonzero(counts), tokens.size
+        kinds = np.count_nonzero(counts)
+        number = tokens.size
         unigram = (counts + kinds / size) / (number + kinds)
         pairs = tokens[:, :-1].astype(np.int64).ravel() * size + tokens[:, 1:].ravel()
         pairs, seen = np.unique(pairs, return_counts=True)
