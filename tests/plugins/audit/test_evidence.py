@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kdtrain.cache.format.codec import decode, draw_points, encode_sequences
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.tools.self_check import examine, other_row
+from kdtrain.cache.tools.self_check import OTHER_ROWS, examine, other_row
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.audit.diagnose import (
@@ -17,7 +17,6 @@ from kdtrain.plugins.audit.diagnose import (
     BEHIND,
     INT8,
     MOST,
-    OTHER_ROWS,
     OTHER_WEIGHTS,
     RENORMALISED,
     Diagnosis,

@@ -87,7 +87,7 @@ def test_a_killed_command_resumes_to_the_same_bits(forks, pruned):
     forks.student("less", **SMALL, num_hidden_layers=1)
     more = ("--allow-high-pruning-ratio",)
     whole = prune(forks, "less.toml", "whole/less", *more, "--json").ok().json
-    killed = prune(forks, "less.toml", "killed/less", *more, fault="prune.scored:kill:3")
+    killed = prune(forks, "less.toml", "killed/less", *more, fault="prune.scores.before-fsync:kill:2")
     assert killed.code == -9 and not (forks.root / "killed/less").exists()
     (scores,) = (forks.root / "killed").glob("scores-*.safetensors")
     with safe_open(scores, framework="pt") as file:

@@ -81,7 +81,7 @@ def test_a_command_reads_the_exported_student_which_is_gone_afterwards_and_its_a
     reader, path = PromptReader(tokenizer, (299,), 8), tmp_path / "answers" / "round-0001.jsonl"
     rows = {split: [prompt_row([5, 6], seq_len=8, max_new_tokens=2, filler=299)] for split in ("train", "validation")}
     for words in (f"sh {tmp_path / 'engine.sh'} {{model}} {{prompts}} {{out}}", "false"):  # the second reads the file
-        found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows)
+        found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows, lambda: False)
         assert [each.tokens[:4].tolist() for split in rows for each in found[split]] == [[5, 6, 7, 8]] * 2
     assert sorted(each.name for each in path.parent.iterdir()) == ["round-0001.jsonl", "round-0001.prompts"]
 
