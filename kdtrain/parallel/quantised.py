@@ -42,6 +42,5 @@ class PartProduct:
 
 def cut_product(layer: Any, mesh: Any, style: str) -> None:
     """Make the product of a layer, if it is switchable, that of this rank's part."""
-    switchable: Any = layer
     if (product := getattr(layer, "product", None)) is not None:
-        switchable.product = PartProduct(product, mesh, style)
+        layer.product = PartProduct(product, mesh, style)
