@@ -310,8 +310,8 @@ class Trainer:
         if not self.stepper.weigh(stop):
             return
         if withheld.every:
-            text = "alpha %.2g by withheld text, measured again every %s steps"
-            log.info(text, withheld.alpha.largest(), f"{withheld.every:,}")
+            again = f", measured again every {withheld.every:,} steps" if withheld.every < self.reporter.total else ""
+            log.info("alpha %.2g by withheld text%s", withheld.alpha.largest(), again)
         for name, tokens in withheld.counts.items():
             if line := too_few(tokens, name):
                 log.info("%s", line)
