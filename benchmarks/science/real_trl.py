@@ -124,9 +124,10 @@ def _took(file: Path) -> float:
 
 def _rows() -> Iterator[dict[str, list[int]]]:
     """Give the training rows of A's cache as TRL takes them; labels are -100 where a token is no label."""
-    for row in kd.Cache(CACHE)["train"]:
-        tokens = row["tokens"].tolist()
-        yield {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": row["labels"].tolist()}
+    rows = kd.Cache(CACHE)["train"]
+    for at in range(len(rows)):
+        tokens, labels = rows[at]["tokens"].tolist(), rows[at]["labels"].tolist()
+        yield {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": labels}
 
 
 def _trained(out: Path, side: str, rate: float, steps: int, seed: int) -> Path:
