@@ -21,6 +21,7 @@ from benchmarks.harness import RESULTS, write
 from benchmarks.harness.command import environment, kdtrain, options
 from benchmarks.harness.machine import commit
 from kdtrain.config.values import option
+from kdtrain.plugins.rounds.figures import repeated
 
 TEACHER, START = "teachers/stdlib-5m", "runs/on-policy-start/student"
 ANSWER = 64
@@ -71,7 +72,7 @@ def _once(file: Path, student: Path, tokens_BT: Tensor, own: dict[str, Any]) -> 
     found |= _compare(model, own["teacher"], batch.tokens, batch.loss_mask)
     end = own["tokenizer"].eos_token_id
     ended = sum(end in row["tokens"][1:][row["loss_mask"]].tolist() for row in texts)
-    found |= {"ended": ended / len(texts), "repeated": _repeated(batch.tokens, batch.loss_mask)}
+    found |= {"ended": ended / len(texts), "repeated": repeated(batch.tokens.numpy(), batch.loss_mask.numpy())}
     write(file, found)
     return found
 
@@ -87,16 +88,6 @@ def _compare(student: Any, teacher: Any, tokens_BT1: Tensor, mask_BT: Tensor) ->
         sums += torch.stack([*(each.double().sum() for each in losses), mask_bT.sum().double()])
     names = ("teacher_loss", "forward_kl", "reverse_kl", "entropy", "teacher_entropy")
     return dict(zip(names, (sums[:5] / sums[5]).tolist(), strict=True))
-
-
-def _repeated(tokens_BT1: Tensor, mask_BT: Tensor) -> float:
-    """Compute the share of the 3-grams that occurred earlier in the same text."""
-    again = total = 0
-    for tokens, mask in zip(tokens_BT1[:, 1:], mask_BT, strict=True):
-        text = tokens[mask].tolist()
-        grams = list(zip(text, text[1:], text[2:], strict=False))
-        total, again = total + len(grams), again + len(grams) - len({*grams})
-    return again / max(total, 1)
 
 
 if __name__ == "__main__":
