@@ -91,11 +91,15 @@ class Progress:
     last_loss: float | None = None
     """The last finite validation cross-entropy, nats."""
     best_loss: float | None = None
-    """The lowest validation cross-entropy so far, nats."""
+    """The validation cross-entropy at `best_step`, nats: the lowest so far, unless a score marks the best."""
     teacher_loss: float | None = None
     """The teacher's own validation cross-entropy, nats, where the targets hold it."""
     best_step: Count | None = None
-    """The step of `best_loss`."""
+    """The best step that was validated."""
+    first_score: float | None = None
+    """The source's score before the first step of this run, where it has one."""
+    best_score: float | None = None
+    """That at `best_step`: the highest so far."""
     validated_step: Count | None = None
     """The step of the last validation."""
     skips: Count = 0
@@ -116,6 +120,16 @@ class Progress:
     """Of a mixture: the first, the last and the teacher's validation cross-entropy of each member, nats."""
     bytes_per_token: Annotated[float, Meta(gt=0)] | None = None
     """Of the validation text, where its tokenizer tells bytes."""
+
+    def improved_by(self, loss: float, score: float | None) -> bool:
+        """Return whether a validation is the best so far: by its score where there is one, otherwise by its loss."""
+        if score is not None:
+            return math.isfinite(score) and (self.best_score is None or score > self.best_score)
+        return self.best_loss is None or loss < self.best_loss
+
+    def forget_best(self) -> None:
+        """Forget the best step: its checkpoint is gone, or is another run's."""
+        self.best_loss = self.best_step = self.best_score = None
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """Return a validation loss of this run, nats per token, in bits per byte; None where either is unknown."""
@@ -229,8 +243,9 @@ class TrainState:
     def own_numbers(self) -> dict[str, Any]:
         """Return `numbers` without the snapshots."""
         progress = asdict(self.progress)
-        if not self.progress.members:  # a run of one cache has none, as before there were mixtures
-            del progress["members"]
+        for name in ("members", "first_score", "best_score"):  # most runs have none, and keep the form of before
+            if progress[name] in (None, {}):
+                del progress[name]
         return {
             "progress": progress,
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},
