@@ -73,19 +73,9 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 @dataclass
-class Progress:
-    """The progress of a run, and the counts of what happened to it."""
+class Validations:
+    """What the validations of a run found so far."""
 
-    step: Count = 0
-    """Optimizer steps taken."""
-    sequences: Count = 0
-    """The cursor: how many sequences of the endless stream of epochs the run has trained on or left out."""
-    epoch: Count = 0
-    """Finished passes over the training split that have a checkpoint."""
-    tokens: Count = 0
-    """Unmasked tokens trained on."""
-    loss: float | None = None
-    """Loss of the last step."""
     first_loss: float | None = None
     """Validation cross-entropy before the first step of this run, nats."""
     last_loss: float | None = None
@@ -102,6 +92,32 @@ class Progress:
     """That at `best_step`: the highest so far."""
     validated_step: Count | None = None
     """The step of the last validation."""
+
+    def improved_by(self, loss: float, score: float | None) -> bool:
+        """Return whether a validation is the best so far: by its score where there is one, otherwise by its loss."""
+        if score is not None:
+            return math.isfinite(score) and (self.best_score is None or score > self.best_score)
+        return self.best_loss is None or loss < self.best_loss
+
+    def forget_best(self) -> None:
+        """Forget the best step: its checkpoint is gone, or is another run's."""
+        self.best_loss = self.best_step = self.best_score = None
+
+
+@dataclass
+class Progress(Validations):
+    """The progress of a run, and the counts of what happened to it."""
+
+    step: Count = 0
+    """Optimizer steps taken."""
+    sequences: Count = 0
+    """The cursor: how many sequences of the endless stream of epochs the run has trained on or left out."""
+    epoch: Count = 0
+    """Finished passes over the training split that have a checkpoint."""
+    tokens: Count = 0
+    """Unmasked tokens trained on."""
+    loss: float | None = None
+    """Loss of the last step."""
     skips: Count = 0
     """Steps skipped because the loss or a gradient was non-finite."""
     skips_in_a_row: Count = 0
@@ -120,16 +136,6 @@ class Progress:
     """Of a mixture: the first, the last and the teacher's validation cross-entropy of each member, nats."""
     bytes_per_token: Annotated[float, Meta(gt=0)] | None = None
     """Of the validation text, where its tokenizer tells bytes."""
-
-    def improved_by(self, loss: float, score: float | None) -> bool:
-        """Return whether a validation is the best so far: by its score where there is one, otherwise by its loss."""
-        if score is not None:
-            return math.isfinite(score) and (self.best_score is None or score > self.best_score)
-        return self.best_loss is None or loss < self.best_loss
-
-    def forget_best(self) -> None:
-        """Forget the best step: its checkpoint is gone, or is another run's."""
-        self.best_loss = self.best_step = self.best_score = None
 
     def bits_per_byte(self, loss: float | None) -> float | None:
         """Return a validation loss of this run, nats per token, in bits per byte; None where either is unknown."""

@@ -48,7 +48,7 @@ from kdtrain.plugins.rounds.writing import (
 )
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks
 from kdtrain.tables import duration
-from kdtrain.teaching.teacher import Teacher, Writing, open_teacher
+from kdtrain.teaching.teacher import Writing, open_teacher
 from kdtrain.training.sources.cache import CachedData, CachedSource
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
@@ -65,7 +65,20 @@ _STREAM = 7
 
 def rounds(request: PlanRequest) -> DataPlan:
     """Plan a run on text that the student writes, or that another run's student wrote."""
-    return (RoundsData if request.config.plugins["rounds"].on_policy else ReplayedData)(request)
+    config, given = request.config, request.config.plugins["rounds"]
+    if not given.on_policy:
+        return ReplayedData(request)
+    if given.rollout_share:
+        return RoundsData(request)
+    with raise_on_all_ranks():
+        return FixedData(config, config.cache)
+
+
+class FixedData(CachedData):
+    """The plan of a run of which no share is rollouts: a cache keeps its own targets beside the teacher."""
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        return {split: Fixed(each) for split, each in self.sources.items()}, self.sources["validation"]
 
 
 class ReplayedData(DataPlan):
@@ -137,22 +150,14 @@ class RoundsData(DataPlan):
     """The plan of a run on text that the student writes behind the prompts of --data, alone or beside --cache."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self.config = request.config
-        self.device = request.device
-        self.request = request
-        self.given = request.config.plugins["rounds"]
         config = request.config
-        data = replace(config.data, document_mask=False)  # a rollout is a row of its own
+        self.request, self.config, self.given = request, config, config.plugins["rounds"]
         with raise_on_all_ranks():
             self.teacher: Any = request.teacher or self._served()
             self.fixed = CachedData(config, config.cache).sources if config.cache else None
-        config = replace(config, data=data)
         # of the plans that are left the one of the text: what a server answers about that is not requested
-        self.text = replace(request, config=config, teacher=self.teacher, names=request.names[-1:]).next()
-        if not self.given.rollout_share:
-            assert self.fixed is not None, "check has refused it"
-            self.facts = self.fixed["train"].facts
-            return
+        own = replace(config, data=replace(config.data, document_mask=False))  # a rollout is a row of its own
+        self.text = replace(request, config=own, teacher=self.teacher, names=request.names[-1:]).next()
         with raise_on_all_ranks():
             self.codec = replace(CodecSpec.requested(self.given, self.teacher.vocab_size), written=True)
             self.facts = self._facts("", None)
@@ -160,12 +165,12 @@ class RoundsData(DataPlan):
     def refuse_no_rows(self) -> None:
         self.text.refuse_no_rows()
 
-    def _served(self) -> Teacher:
+    def _served(self) -> Any:
         """Open the teacher that servers run."""
         config = self.config
         assert config.teacher is not None, "check has refused it"
         spec = replace(read_spec(config.teacher, "teachers"), kind=config.remote.teacher_kind)
-        teacher = open_teacher(spec, self.device, "fp32")
+        teacher = open_teacher(spec, self.request.device, "fp32")
         config.remote.connect(teacher, self.given)
         return teacher
 
@@ -204,9 +209,6 @@ class RoundsData(DataPlan):
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         config, given = self.config, self.given
         sources, rows = self.text.prepare(resumed)
-        if not given.rollout_share:
-            assert self.fixed is not None
-            return {split: Fixed(each) for split, each in self.fixed.items()}, rows
         folder = config.out / ROLLOUTS
         if config.remote is not None:
             self.teacher.check(config.data.seq_len, False)
@@ -278,15 +280,12 @@ class RoundWriter:
         self.how = Writing(
             temperature=given.gen_temperature,
             top_p=given.gen_top_p,
-            end_tokens=self.facts.end_tokens,
+            end_tokens=common_ends(student, self.facts.end_tokens, self.teacher.tokenizer),
             seed=self.config.seed,
             batch_size=given.rollout_batch_size,
         )
         system = given.teacher_system
-        self.more = None
-        if system is not None:
-            self.more = inserted(system, self.config.data, self.teacher)
-        self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
+        self.more = None if system is None else inserted(system, self.config.data, self.teacher)
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
         """Return True if this attempt may be written, as `source.Writer` has it.

@@ -292,7 +292,9 @@ class WrittenByStudent:
 
     def write(self, how: Writing) -> None:
         """Have the student continue prompts. UsageError: both end their texts by different tokens."""
-        ends = how.end_tokens if self.student is None else common_ends(self.student, how, self.tokenizer)
+        ends = how.end_tokens
+        if self.student is not None:
+            ends = common_ends(self.student, ends, self.tokenizer)
         self.writing = replace(how, policy=self.policy, end_tokens=ends)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
@@ -307,25 +309,25 @@ class WrittenByStudent:
         return answers
 
 
-def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ...]:
+def common_ends(student: Student, ends: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end a text of either side; log the settings of `generation_config` that are not used.
 
-    One of them must end the texts of both. UsageError: none does: the teacher would give the student's end no
-    probability, and end at another.
+    ends: the teacher's. One of them must end the texts of both. UsageError: none does: the teacher would give the
+    student's end no probability, and end at another.
     """
     settings = getattr(student.model.model, "generation_config", None)
     own = end_tokens(settings)
-    if own and not {*own} & {*how.end_tokens}:
+    if own and not {*own} & {*ends}:
         raise UsageError(
             f"the student's texts end with {named(own, tokenizer)} and the teacher's with "
-            f"{named(how.end_tokens, tokenizer)}: train it first on texts that the teacher wrote (--generate)"
+            f"{named(ends, tokenizer)}: train it first on texts that the teacher wrote (--generate)"
         )
     unused = {} if settings is None else settings.to_diff_dict()
     unused = {name: value for name, value in unused.items() if any(each in name for each in _SAMPLING.split("|"))}
     if unused:
         given = ", ".join(f"{name} {value}" for name, value in sorted(unused.items()))
         log.info("the student's generation_config (%s) is not used: --gen-temperature and --gen-top-p are", given)
-    return tuple(sorted({*own, *how.end_tokens}))
+    return tuple(sorted({*own, *ends}))
 
 
 def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: CacheTeacherConfig) -> WrittenByStudent:
