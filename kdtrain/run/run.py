@@ -23,7 +23,7 @@ from kdtrain.monitor.facts import RESULT, alphas, best_run_beside, count_warning
 from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
-from kdtrain.run.baselines import baselines, log_outcome
+from kdtrain.run.baselines import baselines, log_outcome, refuse_no_progress
 from kdtrain.run.folder import (
     TOKENIZER,
     changes,
@@ -584,24 +584,7 @@ class Run:
 
     def refuse_no_progress(self) -> None:
         """Raise a `RunError` if no validation was better than the first one: the best student is the initial one."""
-        progress = self.trainer.state.progress
-        first, best, step = progress.first_loss, progress.best_loss, progress.best_step
-        if first is None or best is None or step is None or step == progress.step:
-            return
-        what = f"validation loss {first:.4f} before its first step"
-        if progress.best_score is not None:
-            if progress.first_score is None or progress.best_score > progress.first_score:
-                return
-            what = f"no score was above the {progress.first_score:.4f} before its first step"
-        elif best < first:
-            return
-        elif progress.last_loss is not None:
-            what += f", {progress.last_loss:.4f} at step {progress.validated_step}"
-        raise RunError(
-            f"the student never got better: {what}; nothing is exported; give another --lr or more --steps, and "
-            f"another --out, or export the last student: kdtrain export {self.out} --checkpoint latest",
-            reason="no-progress",
-        )
+        refuse_no_progress(self.trainer.state.progress, self.out)
 
     def log_outcome(self) -> None:
         """Warn when the student ended worse than it began, or is no better than a student of plain cross-entropy."""
