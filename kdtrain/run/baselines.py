@@ -4,6 +4,7 @@ Of a sound teacher no text is so strange that counting pairs predicts it better.
 """
 
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from kdtrain.cache.read.reader import CacheReader
@@ -70,6 +71,27 @@ def label_loss(reader: CacheReader) -> float | None:
         counted_N = batch.targets.label_logprob.double()[batch.loss_mask.flatten()]
         return -float(counted_N.mean()) if len(counted_N) else None
     return None
+
+
+def refuse_no_progress(progress: Progress, out: Path) -> None:
+    """Raise a `RunError` if no validation was better than the first one: the best student is the initial one."""
+    first, best, step = progress.first_loss, progress.best_loss, progress.best_step
+    if first is None or best is None or step is None or step == progress.step:
+        return
+    what = f"validation loss {first:.4f} before its first step"
+    if progress.best_score is not None:
+        if progress.first_score is None or progress.best_score > progress.first_score:
+            return
+        what = f"no score was above the {progress.first_score:.4f} before its first step"
+    elif best < first:
+        return
+    elif progress.last_loss is not None:
+        what += f", {progress.last_loss:.4f} at step {progress.validated_step}"
+    raise RunError(
+        f"the student never got better: {what}; nothing is exported; give another --lr or more --steps, and "
+        f"another --out, or export the last student: kdtrain export {out} --checkpoint latest",
+        reason="no-progress",
+    )
 
 
 def log_outcome(progress: Progress, writers: Writers, plain: tuple[str, float] | None) -> None:

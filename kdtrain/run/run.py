@@ -23,7 +23,7 @@ from kdtrain.monitor.facts import RESULT, alphas, best_run_beside, count_warning
 from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
 from kdtrain.ranks import is_main, lost_rank, on_main, peak_memory_mb, raise_on_all_ranks, rank, reported, world_size
-from kdtrain.run.baselines import baselines, log_outcome
+from kdtrain.run.baselines import baselines, log_outcome, refuse_no_progress
 from kdtrain.run.folder import (
     TOKENIZER,
     changes,
@@ -156,7 +156,8 @@ class Run:
             trainer.checkpoints.published = (progress.step, progress.validated_step)
             trainer.checkpoints.relink_best()  # a kill may have come between the checkpoint and its link
             return trainer.store.folder / path.name
-        progress.best_loss = progress.best_step = progress.first_loss = None  # those of the other run's checkpoints
+        progress.forget_best()  # those of the other run's checkpoints
+        progress.first_loss = progress.first_score = None
         progress.members = {}
         on_main(lambda: trainer.store.remove_link("best"))
         return path
@@ -227,8 +228,9 @@ class Run:
         if restart:
             trainer.state.progress = Progress(sequences=cursor, epoch=epoch)
         else:
-            progress.best_loss = progress.best_step = progress.validated_step = progress.stopped = None
-            progress.first_loss = progress.last_loss = None
+            progress.forget_best()
+            progress.validated_step = progress.stopped = None
+            progress.first_loss = progress.first_score = progress.last_loss = None
             progress.members = {}
             progress.sequences, progress.epoch = cursor, epoch
             if trainer.state.adaptive is not None:
@@ -490,6 +492,7 @@ class Run:
             "first_validation_loss": progress.first_loss,
             "best_validation_loss": best,
             "best_step": progress.best_step,
+            **({} if progress.best_score is None else {"best_score": progress.best_score}),
             "last_validation_loss": progress.last_loss,
             "teacher_validation_loss": progress.teacher_loss,
             "best_bits_per_byte": progress.bits_per_byte(best),
@@ -581,17 +584,7 @@ class Run:
 
     def refuse_no_progress(self) -> None:
         """Raise a `RunError` if no validation was better than the first one: the best student is the initial one."""
-        progress = self.trainer.state.progress
-        first, best, step = progress.first_loss, progress.best_loss, progress.best_step
-        if first is None or best is None or step is None or best < first or step == progress.step:
-            return
-        last = "" if progress.last_loss is None else f", {progress.last_loss:.4f} at step {progress.validated_step}"
-        raise RunError(
-            f"the student never got better: validation loss {first:.4f} before its first step{last}; nothing is "
-            "exported; give another --lr or more --steps, and another --out, or export the last student: kdtrain "
-            f"export {self.out} --checkpoint latest",
-            reason="no-progress",
-        )
+        refuse_no_progress(self.trainer.state.progress, self.out)
 
     def log_outcome(self) -> None:
         """Warn when the student ended worse than it began, or is no better than a student of plain cross-entropy."""

@@ -107,7 +107,7 @@ class Checkpoints:
             return False
 
         if not on_main(relink):
-            progress.best_loss = progress.best_step = None
+            progress.forget_best()
 
     def _protected(self, names: tuple[str, ...]) -> list[str]:
         """Return the checkpoints that this save must not prune: the recovery buffer, and a rollback's newest target.

@@ -73,7 +73,39 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 @dataclass
-class Progress:
+class Validations:
+    """What the validations of a run found so far."""
+
+    first_loss: float | None = None
+    """Validation cross-entropy before the first step of this run, nats."""
+    last_loss: float | None = None
+    """The last finite validation cross-entropy, nats."""
+    best_loss: float | None = None
+    """The validation cross-entropy at `best_step`, nats: the lowest so far, unless a score marks the best."""
+    teacher_loss: float | None = None
+    """The teacher's own validation cross-entropy, nats, where the targets hold it."""
+    best_step: Count | None = None
+    """The best step that was validated."""
+    first_score: float | None = None
+    """The source's score before the first step of this run, where it has one."""
+    best_score: float | None = None
+    """That at `best_step`: the highest so far."""
+    validated_step: Count | None = None
+    """The step of the last validation."""
+
+    def improved_by(self, loss: float, score: float | None) -> bool:
+        """Return whether a validation is the best so far: by its score where there is one, otherwise by its loss."""
+        if score is not None:
+            return math.isfinite(score) and (self.best_score is None or score > self.best_score)
+        return self.best_loss is None or loss < self.best_loss
+
+    def forget_best(self) -> None:
+        """Forget the best step: its checkpoint is gone, or is another run's."""
+        self.best_loss = self.best_step = self.best_score = None
+
+
+@dataclass
+class Progress(Validations):
     """The progress of a run, and the counts of what happened to it."""
 
     step: Count = 0
@@ -86,18 +118,6 @@ class Progress:
     """Unmasked tokens trained on."""
     loss: float | None = None
     """Loss of the last step."""
-    first_loss: float | None = None
-    """Validation cross-entropy before the first step of this run, nats."""
-    last_loss: float | None = None
-    """The last finite validation cross-entropy, nats."""
-    best_loss: float | None = None
-    """The lowest validation cross-entropy so far, nats."""
-    teacher_loss: float | None = None
-    """The teacher's own validation cross-entropy, nats, where the targets hold it."""
-    best_step: Count | None = None
-    """The step of `best_loss`."""
-    validated_step: Count | None = None
-    """The step of the last validation."""
     skips: Count = 0
     """Steps skipped because the loss or a gradient was non-finite."""
     skips_in_a_row: Count = 0
@@ -229,8 +249,9 @@ class TrainState:
     def own_numbers(self) -> dict[str, Any]:
         """Return `numbers` without the snapshots."""
         progress = asdict(self.progress)
-        if not self.progress.members:  # a run of one cache has none, as before there were mixtures
-            del progress["members"]
+        for name in ("members", "first_score", "best_score"):  # most runs have none, and keep the form of before
+            if progress[name] in (None, {}):
+                del progress[name]
         return {
             "progress": progress,
             "watchers": {name: watcher.state_dict() for name, watcher in self.watchers.items()},

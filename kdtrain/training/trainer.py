@@ -240,7 +240,9 @@ class Trainer:
         }
         found = validate_members(self.student.eval(), source, read=stop.read, **size)
         self.stepper.wrapper.reshard()
-        if found is None:
+        marked_by = getattr(self.stepper.source, "score", None)
+        score = None if marked_by is None or found is None else stop.read(marked_by)
+        if found is None or (marked_by is not None and score is None):
             return False, False, math.nan
         metrics, members = found
         if not metrics.tokens:
@@ -251,12 +253,15 @@ class Trainer:
         for member, own in members.items():
             known = summary(own).items()
             numbers |= {f"validation/{member}/{name}": value for name, value in known if value is not None}
+        if score is not None:
+            numbers["validation/score"] = score
         bins = [[round(number, 6) for number in each.values()] for each in calibration(metrics)]
         finite = all(math.isfinite(value) for each in bins for value in each)
         self.writers.metrics(progress.step, numbers, {"validation/calibration": bins} if finite else None)
         loss = numbers["validation/loss"]
         before = progress.last_loss
-        better = before is not None and progress.best_loss is not None and loss < progress.best_loss
+        improved = progress.improved_by(loss, score)
+        better = before is not None and progress.best_step is not None and improved
         log.info("%s", validation_line(progress.step, numbers, before, better))
         progress.validated_step = progress.step
         if members:
@@ -271,7 +276,9 @@ class Trainer:
                 raise reported(RunError(text, reason="non-finite"))
             return True, False, loss
         guards.stopping.validated(loss)
-        progress.first_loss = loss if progress.first_loss is None else progress.first_loss
+        if progress.first_loss is None:
+            progress.first_loss = loss
+            progress.first_score = score
         progress.last_loss = loss
         progress.teacher_loss = numbers.get("validation/teacher_loss")
         progress.bytes_per_token = metrics.mean("bytes") or None
@@ -281,9 +288,10 @@ class Trainer:
             progress.members[member] = {"first_loss": first, "last_loss": own_loss, "teacher_loss": teacher}
         self.reporter.validated(progress.step, loss, progress.teacher_loss)
         diverged = guards.divergence.validated(loss)
-        is_best = not diverged and (progress.best_loss is None or loss < progress.best_loss)
+        is_best = improved and not diverged
         if is_best:
             progress.best_loss = loss
+            progress.best_score = score
             progress.best_step = progress.step
         return diverged, is_best, loss
 

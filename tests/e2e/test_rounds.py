@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
+from tests.stand_in import standing_in
 
 ENDS = [*range(0, 300, 20), 299]
 
@@ -490,10 +491,80 @@ def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_with
     assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
 
 
-def test_rounds_of_conversations_with_adapters_keep_whole_distributions_and_a_top_k_takes_the_reverse_kl(forks, run):
-    run("top-k", *ROUNDS, "--top-k", 8, "--divergence", "reverse-kl", steps=3)
-    codec = kd.Cache(forks.root / "top-k" / "rollouts" / "round-0001").manifest.settings.codec
-    assert (codec.top_k, codec.num_samples) == (8, 0) and forks.metrics("top-k")[-1]["kd"] > 0
+LOSSES = {
+    "reverse-kl": ("--top-k", 8),
+    "sampled-reverse-kl": (),
+    "sampled-reverse-kl-top": ("--top-k", 4, "--num-samples", 6),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_divergence_on_drawn_tokens_resumes_within_a_round_and_its_replay_is_the_run(forks, run, name):
+    loss = ("--divergence", name.removesuffix("-top"))
+    run(name, *ROUNDS, *LOSSES[name], *loss, steps=3, fault="train.after-micro-batch:kill:3", code=-9)
+    run(name, *ROUNDS, *LOSSES[name], *loss, steps=3)
+    run(f"{name}-replay", "--rollouts", name, *loss, steps=3)
+    assert same_weights(forks, f"{name}-replay", name)
+    codec = kd.Cache(forks.root / name / "rollouts" / "round-0001").manifest.settings.codec
+    kept = dict(zip(LOSSES[name][::2], LOSSES[name][1::2], strict=True))
+    assert codec.top_k == kept.get("--top-k", 0)
+    assert codec.num_samples == kept.get("--num-samples", 0 if codec.top_k else 50)
+    _, first, second = forks.metrics(name)
+    assert all(line["rollouts/learning_s"] > 0 for line in (first, second))
+    shown = ("weight", "effective_samples", "truncated")
+    if name == "reverse-kl":
+        assert first["kd"] > 0 and not any(f"rollouts/{each}" in second for each in shown)
+        return
+    assert [first[f"rollouts/{each}"] for each in shown] == pytest.approx([1, 1, 0], abs=1e-6)
+    weight, effective, truncated = (second[f"rollouts/{each}"] for each in shown)
+    assert abs(weight - 1) > 1e-5 and 0 < effective < 0.9999 and 0 <= truncated < 1
+
+
+@pytest.fixture(scope="module")
+def served(bench, writes):
+    """Serve the teacher with several end tokens; return the address."""
+    model = AutoModelForCausalLM.from_pretrained(bench.root / "scorer").eval()
+    tokenizer = AutoTokenizer.from_pretrained(bench.root / "scorer")
+    with standing_in(model, tokenizer, name="scorer") as server:
+        yield ("--teacher-server", server.url)
+
+
+def assert_same_rows(one, other):
+    """Assert that two caches have the same texts and the same numbers, which are kept as codes of their own."""
+    for split in one:
+        ours, theirs = (each[split].read(range(len(one[split]))) for each in (one, other))
+        mask = ours.loss_mask.flatten()
+        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.loss_mask, theirs.loss_mask)
+        torch.testing.assert_close(theirs.targets.policy, ours.targets.policy, rtol=0, atol=1e-5)
+        assert torch.equal(theirs.targets.ids[mask], ours.targets.ids[mask])
+        for name in ("logprobs", "label_logprob"):
+            numbers = (getattr(each.targets, name)[mask] for each in (theirs, ours))
+            torch.testing.assert_close(*numbers, rtol=0.01, atol=0.02)
+
+
+def test_a_served_teacher_gives_the_rows_of_a_local_one(bench, writes, served):
+    asks = (*writes, "--by", "exported", "--top-k", 8, "--teacher-system", "Shout: ")
+    bench.run(*asks, "--out", "local-own").ok()
+    bench.run(*asks, *served, "--out", "served-own").ok()
+    assert_same_rows(*(kd.Cache(bench.root / name) for name in ("local-own", "served-own")))
+
+
+def test_rounds_that_servers_score_are_those_of_a_local_teacher_and_resume(forks, run, served):
+    words = tuple("scorer" if each == "teacher" else each for each in ROUNDS)
+    words += ("--top-k", 8, "--divergence", "reverse-kl")
+    run("local-run", *words, steps=3)
+    run("served-run", *words, *served, steps=3, fault="cache.shard.after-batch:kill:7", code=-9)
+    ended = run("served-run", *words, *served, steps=3)
+    assert "the same teacher as when the cache was begun" in ended.stderr
+    ours, theirs = (kd.Cache(forks.root / name / "rollouts" / "round-0001") for name in ("local-run", "served-run"))
+    assert_same_rows(ours, theirs)
+    losses, others = ([line["loss"] for line in forks.metrics(name)] for name in ("local-run", "served-run"))
+    assert losses == pytest.approx(others, abs=1e-2)
+    idle = forks.run("distill", "--student", "student.toml", "--out", "never", *words, *served, "--server-top-k", 9)
+    assert "--server-top-k is for the answers about --data" in idle.refusal()
+
+
+def test_rounds_of_conversations_with_adapters_keep_whole_distributions(forks, run):
     pytest.importorskip("peft")
     words = ("--on-policy", "--teacher", "teacher", "--data", "chat.jsonl", "--seq-len", 96, "--num-workers", 0)
     words += ("--num-sequences", 30, "--validation-sequences", 4, "--max-new-tokens", 8, "--round-rows", 12)
@@ -512,6 +583,32 @@ def test_rounds_of_conversations_with_adapters_keep_whole_distributions_and_a_to
     for row, mask in zip(batch.tokens, batch.loss_mask, strict=True):
         prompt = tokenizer.decode(row[: int(mask.int().argmax()) + 1])
         assert prompt.startswith("<user>") and "<assistant>" not in prompt and 1 <= int(mask.sum()) <= 8
+
+
+def test_the_best_checkpoint_has_the_highest_score_where_a_function_of_ones_own_marks_it(forks, run):
+    (forks.root / "marks.py").write_text("def score(prompt, answer, row):\n    return sum(map(ord, answer))\n")
+    words = (*ROUNDS, "--score-with", "marks:score", "--best-by", "score", "--eval-freq", 1)
+    run("scored", *words, steps=5)
+    validations = [line for line in forks.lines("scored") if "validation/loss" in line]
+    scores, losses = ({each["step"]: each[f"validation/{name}"] for each in validations} for name in ("score", "loss"))
+    assert [*scores] == [0, 1, 2, 3, 4, 5] and len({*scores.values()}) > 1
+    best = max(scores, key=scores.get)
+    assert best != min(losses, key=losses.get)
+    assert (forks.root / "scored" / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
+    result = json.loads((forks.root / "scored" / "result.json").read_text())
+    assert [result[f"best_{name}"] for name in ("step", "score", "validation_loss")] == [
+        best,
+        scores[best],
+        losses[best],
+    ]
+    run("scored-killed", *words, steps=5, fault="train.after-step:kill:4", code=-9)
+    run("scored-killed", *words, steps=5)
+    assert_same(forks, "scored-killed", "scored")
+    assert forks.state("scored-killed")["progress"] == forks.state("scored")["progress"]
+    wrong = forks.run("distill", "--student", "student.toml", "--out", "never", *ROUNDS, "--best-by", "score")
+    assert "--best-by score needs --score-with" in wrong.refusal()
+    (forks.root / "marks.py").write_text("def score(prompt, answer, row):\n    return 1 / 0\n")
+    assert "marks:score: ZeroDivisionError" in run("scored-wrong", *words, steps=5, code=1).stderr
 
 
 def test_a_collapse_ends_the_run_where_that_is_asked_for_and_a_score_of_ones_own_is_logged(forks, run):

@@ -49,8 +49,6 @@ class WriterConfig(Options):
         own = self.teacher_prompts or self.teacher_system is not None
         flags = {"--by": self.by is not None, "--answers": self.answers is not None, "--teacher-prompts": own}
         named = next((name for name, given in flags.items() if given), "")
-        here = f"{named} needs a teacher that runs here; leave --teacher-server out"
-        refuse(bool(named) and config.remote is not None, here)
         ranks = config.parallel
         shared = ranks.teacher_parallel == "fsdp" or ranks.teacher_tensor_parallel > 1
         needs = f"{named} needs the whole teacher on each rank"
@@ -156,6 +154,8 @@ class RoundsConfig(CodecConfig):
         None, free=True, once=True, private="runs a function", needs="on_policy", shown="MODULE:FUNCTION"
     )
     """A function of yours, (prompt, answer, row) -> a number, whose mean over the held-out texts each round logs."""
+    best_by: Literal["loss", "score"] = option("loss", needs="on_policy")
+    """The best checkpoint has the lowest validation loss, or the highest score of --score-with at a validation."""
     teacher_prompts: bool = option(False, needs="on_policy")
     """The teacher reads the column teacher_prompt of --data in place of each prompt; the student learns without."""
     teacher_system: str | None = option(None, once=True, text=True, needs="on_policy", shown="TEXT")
@@ -182,6 +182,8 @@ class RoundsConfig(CodecConfig):
         both = "--on-policy writes rounds and --rollouts reads those of another run; give one"
         yield self.on_policy and self.rollouts is not None, both
         yield self.teacher_prompts and self.teacher_system is not None, _ONE_PROMPT
+        scored = self.score_with is not None and self.rollout_share > 0
+        yield self.best_by == "score" and not scored, "--best-by score needs --score-with and a --rollout-share above 0"
         for name in ("top_k", "num_samples", "dense"):
             given = getattr(self, name) != getattr(CodecConfig(), name)
             yield given and not self.on_policy, f"{flag(name)} has no effect without --on-policy; leave it out"
@@ -203,7 +205,11 @@ class RoundsConfig(CodecConfig):
         refuse(len(config.cache) > 1, f"{which} mixes with one --cache; leave the others out")
         if self.on_policy:
             refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
-            refuse(config.remote is not None, "--on-policy needs a teacher that runs here; name a model with --teacher")
+            no_server = (
+                "no server gives whole distributions, or both; use --top-k, or --num-samples of kdtrain's plugin"
+            )
+            both = self.dense or bool(self.top_k and self.samples)
+            refuse(config.remote is not None and both, no_server)
             alone = "--teacher self is the student without its adapters; add --lora-rank, or name the student's spec"
             refuse(config.teacher == "self" and not config.lora.lora_rank, alone)
             refuse(data.data is None, "--on-policy needs --data, whose prompts the student continues")
@@ -270,10 +276,11 @@ PLANS.add("rounds", rounds, rounds)
 
 
 @register_observer("rounds")
-def weights(request: Any) -> Any:
-    """Log the weights of the sampled reverse KL (--divergence sampled-reverse-kl)."""
-    if request.config.objective.divergence.partition(":")[0] != SAMPLED:
+def learning(request: Any) -> Any:
+    """Log the seconds of each step beside a round, and the weights of --divergence sampled-reverse-kl."""
+    if request.config.plugins["rounds"].data_plan is None:
         return None
-    from kdtrain.plugins.rounds.weights import Weights
+    from kdtrain.plugins.rounds.learning import Learning
 
-    return Weights(request.config.monitor.log_freq)
+    sampled = request.config.objective.divergence.partition(":")[0] == SAMPLED
+    return Learning(request.config.monitor.log_freq if sampled else None)

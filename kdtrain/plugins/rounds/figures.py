@@ -21,6 +21,8 @@ from kdtrain.monitor.rules import RULES, Rule, Signs
 
 ROWS = 256
 """Rows of which the teacher's numbers are read."""
+_SHOWN = 2
+"""Held-out texts of a round that are logged."""
 _BIGRAM = 500_000
 """Tokens that the bigram of the text is fitted on."""
 _SHORTER, _LONGER, _ENDED, _REPEATED = 0.5, 2.0, 0.5, 0.3
@@ -54,16 +56,21 @@ def figures(cache: LocalCache, text: Any) -> dict[str, float]:
     return shown | {"rollouts/held_out/reverse_kl_error": error}
 
 
+def some(reader: CacheReader, most: int) -> list[int]:
+    """Return rows of a split, evenly spread."""
+    return sorted({*np.linspace(0, len(reader) - 1, min(most, len(reader))).astype(int).tolist()})
+
+
 def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float]:
     """Average over the tokens of some rows, in nats; return the means, and the standard error of the reverse KL.
 
     The standard error is over rows.
     """
-    rows = np.unique(np.linspace(0, len(reader) - 1, min(ROWS, len(reader))).astype(int))
+    rows = some(reader, ROWS)
     sums = torch.zeros(5, dtype=torch.float64)
     ratios = list[tuple[float, int]]()
     for start in range(0, len(rows), 32):
-        batch = reader.read(rows[start : start + 32].tolist())
+        batch = reader.read(rows[start : start + 32])
         targets, mask_BT = batch.targets, batch.loss_mask
         assert targets is not None and targets.policy is not None
         own_BT, theirs_BT = (each.double().view(mask_BT.shape) for each in (targets.policy, targets.label_logprob))
@@ -114,7 +121,7 @@ Score = Callable[[str, str, int], float]
 
 
 def load_score(name: str) -> Score:
-    """Import the function that `--score-with` names. UsageError: there is none."""
+    """Import the function that `--score-with` names. UsageError: there is none. Called, it may raise RunError."""
     module, _, function = name.partition(":")
     sys.path.append(os.getcwd())  # where a console script does not look
     try:
@@ -123,24 +130,36 @@ def load_score(name: str) -> Score:
         raise UsageError(f"--score-with {name}: {error}; give MODULE:FUNCTION that Python can import") from None
     if not callable(found):
         raise UsageError(f"--score-with {name}: it is not a function")
-    return found  # type: ignore[no-any-return]
+
+    def score(prompt: str, answer: str, row: int) -> float:
+        try:
+            return float(found(prompt, answer, row))
+        except Exception as error:
+            raise RunError(f"--score-with {name}: {type(error).__name__}: {error}; correct it, and resume") from error
+
+    return score
 
 
-def show_texts(cache: LocalCache, tokenizer: Any, name: str, score: Score | None, most: int = 2) -> dict[str, float]:
+def texts(tokens_nT1: np.ndarray, mask_nT: np.ndarray, tokenizer: Any) -> list[tuple[str, str]]:
+    """Return the prompt and the answer of each row that has an answer."""
+    places = [np.flatnonzero(mask) for mask in mask_nT]
+    parts = [(row[: at[0] + 1], row[at + 1]) for row, at in zip(tokens_nT1, places, strict=True) if len(at)]
+    return [(tokenizer.decode(prompt.tolist()), tokenizer.decode(answer.tolist())) for prompt, answer in parts]
+
+
+def mean_score(found: list[tuple[str, str]], score: Score) -> float:
+    """Return the mean score of texts; NaN of none."""
+    return float(np.mean([score(*each, row) for row, each in enumerate(found)])) if found else np.nan
+
+
+def show_texts(cache: LocalCache, tokenizer: Any, name: str, score: Score | None) -> dict[str, float]:
     """Log the first held-out prompts of a round with what the student wrote; return the mean score of all, if any."""
     reader = cache["validation"]
-    scores = list[float]()
-    whole = reader.text(np.arange(len(reader) if score is not None else min(most, len(reader))))
-    for row, (tokens, flags) in enumerate(zip(whole["tokens"], whole["loss_mask"], strict=True)):
-        places = np.flatnonzero(flags == 1)
-        if not len(places):
-            continue
-        prompt, text = (tokenizer.decode(part.tolist()) for part in (tokens[: places[0] + 1], tokens[places + 1]))
-        if row < most:
-            log.info("%s, held out: %s -> %s", name, repr(prompt[-60:]), repr(text[:200]))
-        if score is not None:
-            scores.append(float(score(prompt, text, row)))
-    return {"rollouts/held_out/score": sum(scores) / len(scores)} if scores else {}
+    whole = reader.text(np.arange(len(reader) if score is not None else min(_SHOWN, len(reader))))
+    found = texts(whole["tokens"], whole["loss_mask"] == 1, tokenizer)
+    for prompt, answer in found[:_SHOWN]:
+        log.info("%s, held out: %s -> %s", name, repr(prompt[-60:]), repr(answer[:200]))
+    return {} if score is None else {"rollouts/held_out/score": mean_score(found, score)}
 
 
 def _pair(signs: Signs, name: str) -> tuple[float, float] | None:

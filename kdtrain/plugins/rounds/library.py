@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +75,11 @@ def rollouts(
     how = Writing(
         temperature=temperature,
         top_p=1.0,
-        end_tokens=end_tokens(None, tokenizer),
+        end_tokens=common_ends(student, end_tokens(None, tokenizer), tokenizer),
         seed=as_whole(seed, "seed"),
         batch_size=batch_size,
         policy={**policy, "round": as_whole(number, "number"), "attempt": 1},
     )
-    how = replace(how, end_tokens=common_ends(student, how, tokenizer))
     with closing(PromptReader(tokenizer, how.end_tokens, 0)) as reader:
         found = [reader.prompt(f"prompt {at}", each) for at, each in enumerate(prompts)]
     if not found:

@@ -30,6 +30,11 @@ LARGEST = 2.0
 """The weight at which it is truncated."""
 
 
+def inside(targets: SparseTargets, labels_N: Tensor) -> Tensor:
+    """Return which labels [N] are among the top-k of their position."""
+    return (targets.ids[:, : targets.top_k] == labels_N[:, None]).any(1)
+
+
 def _of_label(statistics: Any, rows: Supervision) -> Tensor:
     targets = rows.targets
     assert isinstance(targets, SparseTargets) and targets.policy is not None
@@ -41,8 +46,7 @@ def _of_label(statistics: Any, rows: Supervision) -> Tensor:
     if targets.top_k:
         log_q_RH = statistics.kept[:, : targets.top_k] - statistics.lse[:, None]
         with torch.no_grad():
-            inside_R = (targets.ids[:, : targets.top_k] == rows.labels[:, None]).any(1)
-            weight_R = weight_R.masked_fill(inside_R, 0.0)
+            weight_R = weight_R.masked_fill(inside(targets, rows.labels), 0.0)
             ratio_RH = log_q_RH - targets.logprobs[:, : targets.top_k]
             share_RH = log_q_RH.exp()
             value_R = (share_RH * ratio_RH).sum(1) + weight_R * ratio_R

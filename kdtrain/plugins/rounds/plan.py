@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,26 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.names import SETTINGS, holds_nothing
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
+from kdtrain.cache.write.answers import ShardRows
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.config.sections import CodecConfig
 from kdtrain.data.order import batch as in_order
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, log, writing
 from kdtrain.files import json_digest, publish_json, read_sealed, typed
 from kdtrain.models.loading import model_digest
+from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
-from kdtrain.plugins.rounds.figures import load_score, show_texts
+from kdtrain.plugins.rounds.figures import Score, load_score, mean_score, show_texts, texts
 from kdtrain.plugins.rounds.source import Fixed, Rounds, StreamShape
 from kdtrain.plugins.rounds.writing import (
     SCORED,
     Interrupted,
     RolloutAnswers,
     common_ends,
+    continued,
     inserted,
     own_rows,
     prompts_digest,
@@ -45,12 +48,13 @@ from kdtrain.plugins.rounds.writing import (
 )
 from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks
 from kdtrain.tables import duration
-from kdtrain.teaching.teacher import Writing
+from kdtrain.teaching.teacher import Writing, open_teacher
 from kdtrain.training.sources.cache import CachedData, CachedSource
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 ROLLOUTS, SHAPE = "rollouts", "rollouts.json"
+BEGUN = f"round-*/{SETTINGS}"
 _TEXT = "data"
 """The folder in a run of the text that it packed."""
 _SHARDS = 8
@@ -61,7 +65,20 @@ _STREAM = 7
 
 def rounds(request: PlanRequest) -> DataPlan:
     """Plan a run on text that the student writes, or that another run's student wrote."""
-    return (RoundsData if request.config.plugins["rounds"].on_policy else ReplayedData)(request)
+    config, given = request.config, request.config.plugins["rounds"]
+    if not given.on_policy:
+        return ReplayedData(request)
+    if given.rollout_share:
+        return RoundsData(request)
+    with raise_on_all_ranks():
+        return FixedData(config, config.cache)
+
+
+class FixedData(CachedData):
+    """The plan of a run of which no share is rollouts: a cache keeps its own targets beside the teacher."""
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        return {split: Fixed(each) for split, each in self.sources.items()}, self.sources["validation"]
 
 
 class ReplayedData(DataPlan):
@@ -69,7 +86,8 @@ class ReplayedData(DataPlan):
 
     def __init__(self, request: PlanRequest) -> None:
         self.config, self.run = request.config, request.config.plugins["rounds"].rollouts
-        self.known, self.shape, self.fixed = on_all(self._read)
+        with raise_on_all_ranks():
+            self.known, self.shape, self.fixed = self._read()
         self.facts = self.known
 
     def _read(self) -> tuple[Facts, StreamShape, dict[str, Source] | None]:
@@ -97,12 +115,6 @@ class ReplayedData(DataPlan):
         return sources, own["validation"]
 
 
-def on_all(action: Any) -> Any:
-    """Run `action` on each rank and return its result; raise its error on all ranks."""
-    with raise_on_all_ranks():
-        return action()
-
-
 def split_sources(
     config: Any,
     facts: Facts,
@@ -116,9 +128,7 @@ def split_sources(
     tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
     beside = fixed or (text if shape.cold else None)
     given = config.plugins["rounds"]
-    score = None
-    if given.score_with is not None:
-        score = load_score(given.score_with)
+    score = None if given.score_with is None else load_score(given.score_with)
     divergence = DIVERGENCES.get(config.objective.divergence.partition(":")[0])
     train = Rounds(
         facts,
@@ -131,6 +141,7 @@ def split_sources(
         sampled=divergence.of_label is not None,
         stops=given.on_collapse == "stop",
         shown=lambda cache, name: {} if tokenizer is None else show_texts(cache, tokenizer, name, score),
+        score=None if given.best_by == "loss" else partial(on_main, partial(writer.score, score)),
     )
     return {"train": train, "validation": text["validation"] if fixed is None else Fixed(fixed["validation"])}
 
@@ -139,36 +150,34 @@ class RoundsData(DataPlan):
     """The plan of a run on text that the student writes behind the prompts of --data, alone or beside --cache."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self.config = request.config
-        self.device = request.device
-        self.request = request
-        self.given = request.config.plugins["rounds"]
         config = request.config
-        data = replace(config.data, document_mask=False)  # a rollout is a row of its own
-        self.text = replace(request, config=replace(config, data=data)).next()
-        self.teacher: Any = request.teacher
-        self.fixed = None if not config.cache else on_all(lambda: CachedData(config, config.cache).sources)
-        if not self.given.rollout_share:
-            assert self.fixed is not None, "check has refused it"
-            self.facts = self.fixed["train"].facts
-            return
-        self.codec = on_all(self._codec)
-        self.facts = on_all(lambda: self._facts("", None))
+        self.request, self.config, self.given = request, config, config.plugins["rounds"]
+        with raise_on_all_ranks():
+            self.teacher: Any = request.teacher or self._served()
+            self.fixed = CachedData(config, config.cache).sources if config.cache else None
+        # of the plans that are left the one of the text: what a server answers about that is not requested
+        own = replace(config, data=replace(config.data, document_mask=False))  # a rollout is a row of its own
+        self.text = replace(request, config=own, teacher=self.teacher, names=request.names[-1:]).next()
+        with raise_on_all_ranks():
+            self.codec = replace(CodecSpec.requested(self.given, self.teacher.vocab_size), written=True)
+            self.facts = self._facts("", None)
 
     def refuse_no_rows(self) -> None:
         self.text.refuse_no_rows()
 
-    def _codec(self) -> CodecSpec:
-        """Return the codec of the rounds. UsageError: the teacher has fewer entries than --top-k."""
-        given: CodecConfig = self.given
-        if given.top_k > self.teacher.vocab_size:
-            raise UsageError(f"--top-k {given.top_k} is more than the vocabulary of {self.teacher.vocab_size}")
-        return replace(CodecSpec.requested(given, self.teacher.vocab_size), written=True)
+    def _served(self) -> Any:
+        """Open the teacher that servers run."""
+        config = self.config
+        assert config.teacher is not None, "check has refused it"
+        spec = replace(read_spec(config.teacher, "teachers"), kind=config.remote.teacher_kind)
+        teacher = open_teacher(spec, self.request.device, "fp32")
+        config.remote.connect(teacher, self.given)
+        return teacher
 
     def _facts(self, identity: str, tokenizer: Path | None) -> Facts:
         """Describe the rollouts. UsageError: fixed text does not fit beside them."""
         codec = self.codec
-        span = stated_range(self.codec)
+        span = stated_range(codec)
         theirs = self.teacher.tokenizer
         found = Facts(
             name=str(self.config.out / ROLLOUTS),
@@ -200,20 +209,21 @@ class RoundsData(DataPlan):
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         config, given = self.config, self.given
         sources, rows = self.text.prepare(resumed)
-        if not given.rollout_share:
-            assert self.fixed is not None
-            return {split: Fixed(each) for split, each in self.fixed.items()}, rows
         folder = config.out / ROLLOUTS
+        if config.remote is not None:
+            self.teacher.check(config.data.seq_len, False)
+            known = on_main(
+                lambda: [CacheSettings.stored(each.parent)["teacher"] for each in sorted(folder.glob(BEGUN))]
+            )
+            self.teacher.begin(known[0] if known else None, False)
         rows_ = dict[str, list[PackedRow]]()
         seen: str | None = None
 
         def own() -> dict[str, list[PackedRow]]:
             """Read the rows again in which the teacher reads its own prompts, and return them with those stored."""
             nonlocal seen
-            data = config.data
-            theirs = self.teacher.tokenizer
-            rows_.update(own_rows(data, theirs, self.teacher.ends, True, True, None, data.limits))
-            seen = prompts_digest(rows_, data.seq_len, self.teacher)
+            rows_.update(own_rows(config.data, self.teacher, True, True, None))
+            seen = prompts_digest(rows_, config.data.seq_len, self.teacher)
             return {split: [*map(bare, each)] for split, each in rows_.items()}
 
         prompts = self.text.prompts(given.prompt_tokens, resumed, own if given.teacher_prompts else None)
@@ -256,7 +266,6 @@ class RoundWriter:
 
     def __post_init__(self) -> None:
         self.config, self.given, self.teacher = self.data.config, self.data.given, self.data.teacher
-        self.ended = time.monotonic()
 
     def meet(self, student: Any, teacher: Any) -> None:
         """Take the student. UsageError: one of both is sharded, or they end their texts by different tokens."""
@@ -271,15 +280,12 @@ class RoundWriter:
         self.how = Writing(
             temperature=given.gen_temperature,
             top_p=given.gen_top_p,
-            end_tokens=self.facts.end_tokens,
+            end_tokens=common_ends(student, self.facts.end_tokens, self.teacher.tokenizer),
             seed=self.config.seed,
             batch_size=given.rollout_batch_size,
         )
         system = given.teacher_system
-        self.more = None
-        if system is not None:
-            self.more = inserted(system, self.config.data, self.teacher)
-        self.how = replace(self.how, end_tokens=common_ends(student, self.how, self.teacher.tokenizer))
+        self.more = None if system is None else inserted(system, self.config.data, self.teacher)
 
     def begun(self, number: int, attempt: int, folder: Path) -> bool:
         """Return True if this attempt may be written, as `source.Writer` has it.
@@ -297,34 +303,65 @@ class RoundWriter:
         started = time.monotonic()
         settings, how = self._settings(number, attempt)
         stopped = self.data.request.stopping if self.data.request.alone else lambda: False
-        given: dict[str, Any] = {"more": self.more, "given": self.given.write_with is not None}
-        answers = RolloutAnswers(self.student, how, self.teacher.answers(settings), SCORED, stopped, **given)
+        drawn = how if self.given.write_with is None else None
+        inner = self.teacher.answers(settings)
+        # what a server answers is checked with each part that is scored
+        scored = SCORED if self.config.remote is None else self.given.rollout_batch_size
+        answers = RolloutAnswers(self.student, drawn, inner, scored, stopped, self.more)
         answers.logits = None  # whose fidelity is not measured each round
         on_main(lambda: self._state_shape(folder.parent))
         log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
         tokenizer = self.prompts.folder / "tokenizer"
-        splits: Any = {split: self._rows(number, split) for split in ("train", "validation")}
+        each, size = self.shape.rows, len(self.prompts["train"])
+        rows = {
+            "train": in_order(self.config.seed, (number - 1) * each, each, size, _STREAM),
+            "validation": np.arange(len(self.prompts["validation"])),
+        }
+        splits: Any = {split: self._rows(split, own, self._length(number)) for split, own in rows.items()}
         if self.given.write_with is not None:
             path = folder.parent / "answers" / f"{folder.name}-{json_digest(settings.to_json())[:12]}.jsonl"
             reader = PromptReader(self.teacher.tokenizer, how.end_tokens, settings.seq_len)
-            where = path, self.student.model, tokenizer
-            splits = write_elsewhere(self.given.write_with, *where, reader, splits, self.data.request.stopping)
+            model, stopping = self.student.model, self.data.request.stopping
+            splits = write_elsewhere(self.given.write_with, path, model, tokenizer, reader, splits, stopping)
             if splits is None:
                 raise Interrupted
             answers.seconds["writing"] += time.monotonic() - started
-        options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": how.batch_size}
-        write_cache(folder, settings, splits, teacher=answers, all_ranks=True, progress=self._stop_together, **options)
+        write_cache(
+            folder,
+            settings,
+            splits,
+            teacher=answers,
+            tokenizer=tokenizer,
+            batch_size=self.given.rollout_batch_size,
+            progress=self._stop_together,
+            all_ranks=True,
+        )
         on_main(lambda: None)  # rank 0 has written the manifest
         seconds = answers.seconds
         whole = time.monotonic() - started
         spent = {f"rollouts/{name}_s": each for name, each in seconds.items()}
-        spent["rollouts/learning_s"] = started - self.ended
-        self.ended = time.monotonic()
-        more = " (writing costs more than scoring)" if seconds["writing"] > seconds["scoring"] else ""
         text = "round %d took %s, writing %s and scoring %s%s; log p of training and of decoding differ by %.1e at most"
-        parts = duration(whole), duration(seconds["writing"]), duration(seconds["scoring"]), more
-        log.info(text, number, *parts, answers.apart)
+        more = " (writing costs more than scoring)" if seconds["writing"] > seconds["scoring"] else ""
+        writing, scoring = (duration(seconds[each]) for each in ("writing", "scoring"))
+        log.info(text, number, duration(whole), writing, scoring, more, answers.apart)
         return spent | {"rollouts/logprob_difference": answers.apart}
+
+    def score(self, score: Score) -> float | None:
+        """Score what the present student writes behind the held-out prompts; None where a stop was requested.
+
+        The draws and the room are the same each time.
+        """
+        how = replace(self.how, policy={"round": 0, "attempt": 1})
+        rows = [*self._rows("validation", np.arange(len(self.prompts["validation"])), self.given.lengths[1])]
+        found = list[tuple[str, str]]()
+        for start in range(0, len(rows), size := self.given.rollout_batch_size):
+            part = ShardRows.of("validation", 0, start, rows[start : start + size])
+            try:
+                part, _ = continued(self.student, how, part, self.data.request.stopping)
+            except Interrupted:
+                return None
+            found += texts(part.tokens, part.loss_mask, self.teacher.tokenizer)
+        return mean_score(found, score)
 
     def _state_shape(self, folder: Path) -> None:
         """Write what a replay needs besides the rounds."""
@@ -370,14 +407,9 @@ class RoundWriter:
         rounds = max(1, -(-sequences // self.shape.sequences))
         return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
 
-    def _rows(self, number: int, split: str) -> Iterator[PackedRow]:
-        """Yield the prompts of a round, those of one length together."""
-        reader = self.prompts[split]
-        rows = np.arange(len(reader))
-        if split == "train":
-            rows = in_order(self.config.seed, (number - 1) * self.shape.rows, self.shape.rows, len(reader), _STREAM)
-        text = reader.text(rows)
-        most = self._length(number)
+    def _rows(self, split: str, rows: np.ndarray, most: int) -> Iterator[PackedRow]:
+        """Yield prompts, those of one length together, with room for so many tokens."""
+        text = self.prompts[split].text(rows)
         masks = text["loss_mask"] == 1
         lengths = masks.argmax(1)
         for at in np.argsort(lengths, kind="stable").tolist():

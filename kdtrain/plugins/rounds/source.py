@@ -33,7 +33,7 @@ from kdtrain.data.order import Order, permutation
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.objective.batch import Batch
-from kdtrain.plugins.rounds.figures import beside_first, figures, refuse_collapse
+from kdtrain.plugins.rounds.figures import beside_first, figures, refuse_collapse, some
 from kdtrain.plugins.rounds.writing import Interrupted
 from kdtrain.ranks import on_main, raise_on_all_ranks
 from kdtrain.training.sources.source import Facts, Source, joined, order_of
@@ -119,6 +119,7 @@ class Rounds:
         sampled: whether the loss subtracts a baseline.
         stops: whether a round that has collapsed ends the run.
         shown: shows texts of a round, by its name, and returns numbers of them.
+        score: a number of the student with its present weights, None at a stop request; None: the loss marks the best.
     """
 
     facts: Facts
@@ -132,6 +133,7 @@ class Rounds:
     sampled: bool = False
     stops: bool = False
     shown: Callable[[LocalCache, str], dict[str, float]] = lambda cache, name: {}
+    score: Callable[[], float | None] | None = None
 
     overlaps, repeatable = False, True
 
@@ -185,7 +187,7 @@ class Rounds:
     def _rollout(self, seed: int, place: int) -> int:
         """Return the index of the rollout at a place."""
         shape = self.shape
-        now = self.shape.round_of(place)
+        now = shape.round_of(place)
         offset = int(shape.before(place)) - int(shape.before(shape.cold + (now - 1) * shape.sequences))
         mixed = min(shape.stale, now - 1) + 1
         turn, age = divmod(offset, mixed)
@@ -328,8 +330,7 @@ def _baseline(reader: CacheReader) -> float:
     It is computed over the tokens of some rows: the mean of d as they were written, each by (1 - q)^2, the square of
     the gradient in its own logit.
     """
-    rows = np.unique(np.linspace(0, len(reader) - 1, min(_BASELINE_ROWS, len(reader))).astype(int))
-    batch = reader.read(rows.tolist())
+    batch = reader.read(some(reader, _BASELINE_ROWS))
     targets = batch.targets
     mask_N = batch.loss_mask.flatten()
     assert targets is not None and targets.policy is not None

@@ -72,17 +72,59 @@ def round_settings(base: CacheSettings, how: Writing, prompts: Mapping[str, Any]
     )
 
 
+def continued(
+    student: Student, how: Writing, rows: ShardRows, stopped: Callable[[], bool]
+) -> tuple[ShardRows, np.ndarray]:
+    """Return the rows with what the student wrote, and its log p [B, T] at each draw. Interrupted: a stop request."""
+    assert how.policy is not None
+    ends = list(how.end_tokens)
+    name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
+    seed = int.from_bytes(hashlib.sha256(f"kdtrain rollouts {name}".encode()).digest()[:7])
+    tokens_BT1 = rows.tokens.copy()
+    mask_BT = np.zeros(rows.loss_mask.shape, bool)
+    drawn_BT = np.zeros(mask_BT.shape, np.float32)
+    lengths_B = rows.loss_mask.argmax(1) + 1
+    room_B = rows.loss_mask.sum(1)
+    # the outer autocast keeps the weights that the inner ones cast
+    with student.decoding() as next_logits, autocast(student.mode, student.device):
+        for length in np.unique(lengths_B).tolist():
+            own = np.flatnonzero(lengths_B == length)
+            held = list[Tensor]()
+
+            def seen(tokens_BT: Tensor, held: list[Tensor] = held) -> Tensor:
+                held[:] = [next_logits(tokens_BT)]
+                return held[0]
+
+            prompts_BT = torch.from_numpy(rows.tokens[own, :length].astype(np.int64)).to(student.device)
+            numbers = (rows.first + own).tolist()
+            room = int(room_B[own].max())
+            steps = generate(seen, prompts_BT, room, how.temperature, seed, rows=numbers, top_p=how.top_p)
+            open_B = np.ones(len(own), bool)
+            for at, drawn_B in enumerate(steps, length - 1):
+                logprob_B = held[0].float().log_softmax(-1).gather(1, drawn_B[:, None])[:, 0]
+                tokens_B = drawn_B.cpu().numpy()
+                going = own[open_B]
+                tokens_BT1[going, at + 1] = tokens_B[open_B]
+                mask_BT[going, at] = True
+                drawn_BT[going, at] = logprob_B.cpu().numpy()[open_B]
+                open_B &= ~np.isin(tokens_B, ends) & (at + 2 - length < room_B[own])
+                if stopped():
+                    raise Interrupted
+                if not open_B.any():
+                    break
+    return replace(rows, tokens=tokens_BT1, loss_mask=mask_BT), drawn_BT
+
+
 class RolloutAnswers(ShardAnswers):
     """Answers with text that a student writes behind the prompts of a batch, scored by the teacher's own answers.
 
     Args:
         student: as it is; its mode is left as it was. None: the rows bring log p of their tokens.
-        how: with its `policy`; None: the rows have their text.
+        how: with its `policy`; None: the rows have their text, which another program wrote.
         inner: the teacher's answers about rows that have their text.
         scored: rows in one forward of either.
         stopped: whether to raise `Interrupted`; looked at after each decoding step.
         more: what the teacher reads besides.
-        given: whether the rows bring their text, which another program wrote.
     """
 
     writes = True
@@ -95,11 +137,10 @@ class RolloutAnswers(ShardAnswers):
         scored: int,
         stopped: Callable[[], bool] = lambda: False,
         more: "Inserted | None" = None,
-        given: bool = False,
     ) -> None:
         self.logits, self.sharded, self.examine = inner.logits, inner.sharded, inner.examine
         self._student, self._how, self._inner = student, how, inner
-        self._scored, self._stopped, self._more, self._given = scored, stopped, more, given
+        self._scored, self._stopped, self._more = scored, stopped, more
         self.seconds = {"writing": 0.0, "scoring": 0.0}
         self.apart = 0.0
         """The largest difference, nats, between log p at the draw and by the forward of training."""
@@ -108,9 +149,10 @@ class RolloutAnswers(ShardAnswers):
         """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
         found = rows
         drawn_BT = rows.kept.get(POLICY)
-        if not self._given:
+        if self._how is not None:
+            assert self._student is not None
             with self._timed("writing"):
-                found, drawn_BT = self._continued(rows)
+                found, drawn_BT = continued(self._student, self._how, rows, self._stopped)
         with self._timed("scoring"):
             kept = self._kept(found)
         if drawn_BT is not None:
@@ -143,47 +185,6 @@ class RolloutAnswers(ShardAnswers):
             arrays["broken"] = arrays.get("broken", np.zeros(len(part), bool)) | ~sound_B
             parts.append(arrays | {POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)})
         return {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
-
-    def _continued(self, rows: ShardRows) -> tuple[ShardRows, np.ndarray]:
-        """Return the rows with what the student wrote, and its log p [B, T] at each draw."""
-        how, student = self._how, self._student
-        assert how is not None and how.policy is not None and student is not None
-        ends = list(how.end_tokens)
-        name = f"{how.seed} {how.policy['round']} {how.policy['attempt']} {rows.split}"
-        seed = int.from_bytes(hashlib.sha256(f"kdtrain rollouts {name}".encode()).digest()[:7])
-        tokens_BT1 = rows.tokens.copy()
-        mask_BT = np.zeros(rows.loss_mask.shape, bool)
-        drawn_BT = np.zeros(mask_BT.shape, np.float32)
-        lengths_B = rows.loss_mask.argmax(1) + 1
-        room_B = rows.loss_mask.sum(1)
-        # the outer autocast keeps the weights that the inner ones cast
-        with student.decoding() as next_logits, autocast(student.mode, student.device):
-            for length in np.unique(lengths_B).tolist():
-                own = np.flatnonzero(lengths_B == length)
-                held = list[Tensor]()
-
-                def seen(tokens_BT: Tensor, held: list[Tensor] = held) -> Tensor:
-                    held[:] = [next_logits(tokens_BT)]
-                    return held[0]
-
-                prompts_BT = torch.from_numpy(rows.tokens[own, :length].astype(np.int64)).to(student.device)
-                numbers = (rows.first + own).tolist()
-                room = int(room_B[own].max())
-                steps = generate(seen, prompts_BT, room, how.temperature, seed, rows=numbers, top_p=how.top_p)
-                open_B = np.ones(len(own), bool)
-                for at, drawn_B in enumerate(steps, length - 1):
-                    logprob_B = held[0].float().log_softmax(-1).gather(1, drawn_B[:, None])[:, 0]
-                    tokens_B = drawn_B.cpu().numpy()
-                    going = own[open_B]
-                    tokens_BT1[going, at + 1] = tokens_B[open_B]
-                    mask_BT[going, at] = True
-                    drawn_BT[going, at] = logprob_B.cpu().numpy()[open_B]
-                    open_B &= ~np.isin(tokens_B, ends) & (at + 2 - length < room_B[own])
-                    if self._stopped():
-                        raise Interrupted
-                    if not open_B.any():
-                        break
-        return replace(rows, tokens=tokens_BT1, loss_mask=mask_BT), drawn_BT
 
     @contextmanager
     def _timed(self, what: str) -> Any:
@@ -291,45 +292,42 @@ class WrittenByStudent:
 
     def write(self, how: Writing) -> None:
         """Have the student continue prompts. UsageError: both end their texts by different tokens."""
-        ends = how.end_tokens if self.student is None else common_ends(self.student, how, self.tokenizer)
+        ends = how.end_tokens
+        if self.student is not None:
+            ends = common_ends(self.student, ends, self.tokenizer)
         self.writing = replace(how, policy=self.policy, end_tokens=ends)
 
     def answers(self, settings: CacheSettings) -> ShardAnswers:
         """Return the teacher's answers on the student's text. UsageError: it is sharded, and has prompts of its own."""
         if getattr(self.teacher, "sharded", False):
             raise UsageError("a teacher with prompts of its own is not sharded; use --teacher-parallel replicate")
-        answers = RolloutAnswers(
-            self.student,
-            self.writing,
-            self.teacher.answers(settings),
-            self.scored,
-            more=self.more,
-            given=self.given,
-        )
+        how = None if self.given else self.writing
+        inner = self.teacher.answers(settings)
+        answers = RolloutAnswers(self.student, how, inner, self.scored, more=self.more)
         if self.more is not None or self.seen is not None:
             answers.logits = answers.examine = None  # which would see the student's rows
         return answers
 
 
-def common_ends(student: Student, how: Writing, tokenizer: Any) -> tuple[int, ...]:
+def common_ends(student: Student, ends: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end a text of either side; log the settings of `generation_config` that are not used.
 
-    One of them must end the texts of both. UsageError: none does: the teacher would give the student's end no
-    probability, and end at another.
+    ends: the teacher's. One of them must end the texts of both. UsageError: none does: the teacher would give the
+    student's end no probability, and end at another.
     """
     settings = getattr(student.model.model, "generation_config", None)
     own = end_tokens(settings)
-    if own and not {*own} & {*how.end_tokens}:
+    if own and not {*own} & {*ends}:
         raise UsageError(
             f"the student's texts end with {named(own, tokenizer)} and the teacher's with "
-            f"{named(how.end_tokens, tokenizer)}: train it first on texts that the teacher wrote (--generate)"
+            f"{named(ends, tokenizer)}: train it first on texts that the teacher wrote (--generate)"
         )
     unused = {} if settings is None else settings.to_diff_dict()
     unused = {name: value for name, value in unused.items() if any(each in name for each in _SAMPLING.split("|"))}
     if unused:
         given = ", ".join(f"{name} {value}" for name, value in sorted(unused.items()))
         log.info("the student's generation_config (%s) is not used: --gen-temperature and --gen-top-p are", given)
-    return tuple(sorted({*own, *how.end_tokens}))
+    return tuple(sorted({*own, *ends}))
 
 
 def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: CacheTeacherConfig) -> WrittenByStudent:
@@ -361,7 +359,7 @@ def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: C
         policy["weights_digest"] = read.policy if is_digest else None
         policy["spec"] = str(given.answers) if is_digest or read.policy is None else read.policy
     elif name is None or given.teacher_prompts:
-        found = own_rows(data, teacher.tokenizer, ends, given.teacher_prompts, name is not None, most, data.limits)
+        found = own_rows(data, teacher, given.teacher_prompts, name is not None, most)
     if name is not None:
         found_student = opened(name)
         model = found_student.student
@@ -396,15 +394,7 @@ def written_by(given: Any, teacher: Any, opened: Callable[[str], Any], config: C
     return WrittenByStudent(teacher, student, policy, config.batch_size, more, texts, seen, told)
 
 
-def own_rows(
-    data: DataConfig,
-    tokenizer: Any,
-    ends: tuple[int, ...],
-    own: bool,
-    opening: bool,
-    most: int | None,
-    limits: Mapping[str, int | None],
-) -> dict[str, list[PackedRow]]:
+def own_rows(data: DataConfig, teacher: Any, own: bool, opening: bool, most: int | None) -> dict[str, list[PackedRow]]:
     """Return the rows of each split for a teacher that reads more than the student: see `answers.rows_of`.
 
     UsageError: the data are plain text, which has no prompts.
@@ -412,9 +402,9 @@ def own_rows(
     if not has_prompts(data):
         raise UsageError(f"{data.data} is plain text; prompts of the teacher's own need conversations, or completions")
     found = dict[str, list[PackedRow]]()
-    for split, source in data.sources(limits).items():
-        reader = PromptReader(tokenizer, ends, data.seq_len, opening)
-        found[split] = [*islice(rows_of(data, source, reader, own, most), limits[split])]
+    for split, source in data.sources(data.limits).items():
+        reader = PromptReader(teacher.tokenizer, teacher.ends, data.seq_len, opening)
+        found[split] = [*islice(rows_of(data, source, reader, own, most), data.limits[split])]
     return found
 
 

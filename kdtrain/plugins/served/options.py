@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.sections import CodecConfig
-from kdtrain.config.values import Options, option, refuse
+from kdtrain.config.values import Options, flag, option, refuse
 from kdtrain.errors import shown_address
 
 KEY = "KDTRAIN_SERVER_KEY"
@@ -72,8 +72,8 @@ class ServerConfig(Options):
             "--teacher-tensor-parallel": config.parallel.teacher_tensor_parallel > 1,
             "--teacher-weights": config.teacher_weights is not None,
             "--no-compile": not config.compile,
-            "--precision": config.precision != "auto",
-            "--device": config.device.startswith("cuda"),
+            "--precision": config.precision != "auto" and config.writer is None,  # a student that writes runs here
+            "--device": config.device.startswith("cuda") and config.writer is None,
         }
         for name, given in idle.items():
             refuse(given, f"{name} has no effect with --teacher-server: no teacher runs here; leave it out")
@@ -121,6 +121,10 @@ class RunServerConfig(ServerConfig):
             "--teacher-weights has no effect with --teacher-server: no teacher runs here; leave it out",
         )
         refuse(config.source != "cache", "--teacher-server reads --data itself; leave --source out")
+        own = any(getattr(each, "own_text", False) for each in config.plugins.values())
+        for name in ("server_top_k", "server_num_samples"):
+            idle = f"{flag(name)} is for the answers about --data; a round keeps --top-k or --num-samples"
+            refuse(own and getattr(self, name) != getattr(type(self)(), name), idle)
         other = objective.temperature != 1 or objective.learns_temperature or objective.schedules_temperature
         refuse(other, "what --teacher-server gives is right at T = 1 only; leave the temperature's options out")
         refuse(

@@ -122,8 +122,8 @@ class ServedTeacher(Preflight):
             raise UsageError(f"{self.name}: give --teacher-server URL, the address of the server that runs it")
 
     def check(self, seq_len: int, document_mask: bool) -> None:
-        """Keep what decides the prompts; `begin` checks the server's own length."""
-        self.length = seq_len + 1
+        """Keep the longest prompt's tokens; `begin` checks the server's own length."""
+        self.length = max(self.length, seq_len + 1)
 
     def begin(self, earlier: Mapping[str, Any] | None, finished: bool) -> None:
         """Check the servers, on rank 0 for all, and compare them with an earlier attempt.
@@ -180,8 +180,9 @@ class _ServedAnswers(ShardAnswers):
     def __init__(self, teacher: Preflight, settings: CacheSettings) -> None:
         self._teacher = teacher
         self._settings = settings
+        self._codec = replace(settings.codec, written=False)  # a student's log p is not the server's to give
         self._first = True
-        self._answers = answers_of(settings.codec, settings.seed)
+        self._answers = answers_of(self._codec, settings.seed)
         self._how = teacher.writing
         self.writes = self._how is not None
         if settings.codec.top_k:
@@ -239,8 +240,8 @@ class _ServedAnswers(ShardAnswers):
         kept = {name: np.stack([each[name] for each in found]) for name in found[0]}
         tokens_BT, segments_BT = (torch.from_numpy(each.astype(np.int64)) for each in (rows.tokens, rows.segments))
         mask_BT = torch.from_numpy(rows.loss_mask.astype(bool))
-        self._seen.append(Batch(tokens_BT, mask_BT, segments_BT, decode(kept, self._settings.codec)))
-        most = max(10, min(_LOOKED, _ENTRIES // (length * self._settings.codec.columns)))
+        self._seen.append(Batch(tokens_BT, mask_BT, segments_BT, decode(kept, self._codec)))
+        most = max(10, min(_LOOKED, _ENTRIES // (length * self._codec.columns)))
         while sum(len(each.tokens) for each in self._seen) - len(self._seen[0].tokens) >= most:
             self._seen.popleft()
         if self.writes and self._first:
@@ -290,7 +291,7 @@ class _ServedAnswers(ShardAnswers):
 
         That takes some ten rows: the last ones are looked at, with those of small shards before.
         """
-        codec = self._settings.codec
+        codec = self._codec
         seen = examine(
             self._seen,
             systematic=codec.num_samples > 0,

@@ -86,6 +86,7 @@ class StudentSource:
             self.facts = dataclasses.replace(self.facts, **taught, teacher={"spec": teacher.name})
         self.growing: Growing | None = getattr(source, "growing", None)
         self.write_collective = getattr(source, "write_collective", None)
+        self.score = getattr(source, "score", None)
         self.overlaps = self.overlaps and self.write_collective is None
         self._stream: torch.cuda.Stream | None = None
 

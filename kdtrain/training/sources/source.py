@@ -129,6 +129,9 @@ class Source(Protocol):
     `write_collective(indices)`, which every rank calls before each step, with the sequences of the step of all ranks;
     it may return numbers, which the step logs, and may end early at a stop request (`signals.asked_to_stop`).
     What is written never changes, as `Growing` has it, and nothing is read ahead.
+
+    One by which a run marks its best checkpoint has `score()`, called on every rank at each validation, which returns a
+    number of the student with its present weights, the highest of which is the best, or None at a stop request.
     """
 
     facts: Facts

@@ -18,8 +18,8 @@ from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.plugins.rounds import loss as sampled
+from kdtrain.plugins.rounds.learning import Learning
 from kdtrain.plugins.rounds.source import _baseline
-from kdtrain.plugins.rounds.weights import Weights
 from kdtrain.testing import tiny_model
 from kdtrain.training.observers import StepView
 from kdtrain.training.student import Student
@@ -258,25 +258,31 @@ def test_alpha_is_1_on_what_a_student_wrote_and_padding_changes_no_bit():
     assert torch.equal(*found)
 
 
-def test_the_logged_weights_are_those_of_the_tokens_that_count_at_every_tenth_step():
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_the_logged_weights_are_those_of_the_tokens_that_the_loss_weights_at_every_tenth_step(top_k):
     torch.manual_seed(0)
     student = Student(tiny_model("llama", 300), DistillationLoss(alpha=0.0)).train()
-    tokens, weights = torch.randint(300, (2, 5)), torch.tensor([1.0, 0.5, 4.0, 0.5, 1.5, 0.5, 9.0, 9.0])
+    tokens, weights = torch.randint(300, (2, 5)), torch.tensor([1.0, 0.5, 4.0, 0.5, 1.5, 0.5, 9.0, 7.0])
     policy = student.label_logprobs(tokens).flatten() - weights.log()
     mask = (weights < 9).view(2, 4)
-    targets = SparseTargets(*[torch.zeros(8, 0)] * 4, *[torch.zeros(8)] * 3, 0, 1, (1.0,), policy=policy)
-    batch, observer, found = Batch(tokens, mask, torch.zeros_like(tokens[:, 1:]), targets), Weights(10), {}
-    for step, micro in (9, 1), (10, 2), (10, 1):
-        assert not found
-        observer.before_forward(StepView(step, student, lambda _: None, micro), batch)
-        observer.after_optimizer(StepView(step, student, lambda _: None, micro), found, False)
-    assert student.training and found.keys() == {
-        f"rollouts/{each}" for each in ("weight", "effective_samples", "truncated")
-    }
-    mean, square = 8 / 6, (1 + 0.25 * 3 + 16 + 2.25) / 6
+    kept = (tokens[:, 1:] + (weights < 7).view(2, 4).int()).flatten()[:, None]  # the last token is in the top-k
+    columns = [kept[:, :top_k], *[torch.zeros(8, top_k)] * 3]
+    targets = SparseTargets(*columns, *[torch.zeros(8)] * 3, top_k, 1, (1.0,), policy=policy)
+    batch, observer = Batch(tokens, mask, torch.zeros_like(tokens[:, 1:]), targets), Learning(10)
+    steps = {}
+    for number in 9, 10:
+        view = StepView(number, student, lambda _: None)
+        observer.before_step(view)
+        for _ in range(2):  # micro-batches
+            observer.before_forward(view, batch)
+        observer.after_optimizer(view, steps.setdefault(number, {}), False)
+    found = steps[10]
+    assert student.training and steps[9].keys() == {"rollouts/learning_s"} and found["rollouts/learning_s"] > 0
+    counted = weights[: 6 if top_k else 8][weights[: 6 if top_k else 8] < 9]
+    mean, square = float(counted.mean()), float((counted**2).mean())
     assert found["rollouts/weight"] == pytest.approx(mean, rel=1e-5)
     assert found["rollouts/effective_samples"] == pytest.approx(mean**2 / square, rel=1e-5)
-    assert found["rollouts/truncated"] == pytest.approx(1 / 6)
+    assert found["rollouts/truncated"] == pytest.approx(float((counted > 2).double().mean()))
 
 
 @pytest.mark.parametrize(
