@@ -293,8 +293,10 @@ def in_turns(layout: RankLayout, alike: int) -> Callable[..., Any]:
 
 def traffic(
     model: SplitModel, tokens: int, *, micro_batches: int, sequence: bool, itemsize: int, recomputes: bool
-) -> Traffic:
-    """Count a step of tensor ranks, but for the sums of the objective, a few numbers per token.
+) -> tuple[tuple[Traffic, int], tuple[Traffic, int]]:
+    """Count a step of tensor ranks, but for the sums of the objective and the scales, a few numbers per token.
+
+    Returns what all of them exchange, and what those do that share a head of keys and values; each with how many.
 
     Args:
         tokens: of a micro-batch.
@@ -318,18 +320,19 @@ def traffic(
     else:
         summed += narrow * leaves + wide * blocks
     text = whole_model(model).config.get_text_config()
-    size = model.tensor.size()
-    if _sharing(text, size) > 1:
-        shared = len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
-        gathered += shared * (2 if recomputes else 1)
-        scattered += shared
+    sharing = _sharing(text, model.tensor.size())
+    shared = 0.0
+    if sharing > 1:
+        shared = micro_batches * len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
     whole = map(model.get_parameter, model.once)
     once = sum(4.0 * each.numel() for each in whole if each.requires_grad)
-    return Traffic(
+    every = Traffic(
         all_gather=micro_batches * gathered,
         reduce_scatter=micro_batches * scattered,
         all_reduce=micro_batches * summed + once,
     )
+    heads = Traffic(all_gather=shared * (2 if recomputes else 1), reduce_scatter=shared)
+    return (every, model.tensor.size()), (heads, sharing)
 
 
 def _head_size(text: Any) -> int:

@@ -318,8 +318,9 @@ def test_a_spike_is_rolled_back_by_all_ranks(ranks):
     assert distance(ranks.tensors("spike-alone"), ranks.tensors("spike")) <= 10 * SAME
 
 
-def test_a_rank_that_hangs_is_noticed_in_time(ranks):
-    command = (*RUN, *CACHED, *FSDP, "--rank-timeout", 2, "--out", "hung")
+@pytest.mark.parametrize("how", [FSDP, TENSOR], ids=["fsdp", "tensor"])
+def test_a_rank_that_hangs_is_noticed_in_time(ranks, how):
+    command = (*RUN, *CACHED, *how, "--rank-timeout", 2, "--out", f"hung-{how[1]}")
     ended = ranks.launch(2, *command, fault="train.after-step:hang:3@1")
     assert [each.code for each in ended] == [1, 1]
     assert "rank 0 lost another rank" in ended[0].refusal() and "Timed out" in ended[0].refusal()
