@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
@@ -55,7 +54,7 @@ from kdtrain.parallel.quantised import cut_product
 from kdtrain.precision.draws import DrawsApart
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.modes import Switch
-from kdtrain.ranks import all_reduce_sum, world_size
+from kdtrain.ranks import all_reduce_sum, device_mesh, world_size
 
 _CUT = ("colwise", "rowwise")
 _SUMMED = "replicated_with_grad_allreduce"
@@ -359,7 +358,7 @@ class _Cutting:
         self.sharing: Any = None
         if (ranks := _sharing(model.config.get_text_config(), mesh.size())) > 1:  # with consecutive numbers
             shape = world_size() // ranks, ranks
-            self.sharing = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("heads", "parts"))["parts"]
+            self.sharing = device_mesh(mesh.device_type, shape, ("heads", "parts"))["parts"]
 
     def stream(self) -> Any:
         """Return the placement of the residual stream over the tensor ranks now."""

@@ -34,6 +34,8 @@ SHAPES = {"llama": True, "qwen3": False, "phi": False, "qwen2": True}
 SHARED = {"qwen2": {"num_key_value_heads": 1}}
 """Heads of keys and values that are fewer than the tensor ranks."""
 LAYOUT = RankLayout()
+WAIT = 300
+"""Seconds for which a rank waits for another; torch's own are 1800."""
 
 
 LORA = LoraConfig(lora_rank=4, lora_dropout=0.3)
@@ -296,7 +298,14 @@ def recomputed_layers_drop_what_they_dropped() -> None:
         assert all(map(torch.equal, *found)), (shape, sequence)
 
 
+def every_group_waits_for_a_rank_as_long_as_all_ranks_do() -> None:
+    meshes = LAYOUT.mesh, LAYOUT.tensor_mesh, RankLayout.of_ranks(CPU).sharing(2), RankLayout.of_ranks(CPU, 2, 1).mesh
+    groups = [LAYOUT.data_group, *(group for mesh in meshes for group in mesh.get_all_groups())]
+    assert {group._get_backend(CPU).options._timeout.seconds for group in groups} == {WAIT}
+
+
 PROMISES = (
+    every_group_waits_for_a_rank_as_long_as_all_ranks_do,
     dropout_keeps_the_same_of_a_whole_stream_and_others_in_each_part,
     recomputed_layers_drop_what_they_dropped,
     a_step_exchanges_the_bytes_of_the_formula,
@@ -310,7 +319,7 @@ PROMISES = (
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with process_group(CPU, 300):
+    with process_group(CPU, WAIT):
         LAYOUT = RankLayout.of_ranks(CPU, tensor=2)
         for promise in PROMISES:
             promise()
