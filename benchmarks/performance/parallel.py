@@ -205,9 +205,9 @@ def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
 
 
 IN_RANKS: dict[str, tuple[int, tuple[object, ...]]] = {
-    "DDP": (2, ("--parallel", "ddp")),
-    "FSDP2": (2, ("--parallel", "fsdp")),
-    "FSDP2 and accumulation": (2, ("--micro-batch-size", 2, "--parallel", "fsdp")),
+    "2 ranks, DDP": (2, ("--parallel", "ddp")),
+    "2 ranks, FSDP2": (2, ("--parallel", "fsdp")),
+    "2 ranks, FSDP2 and accumulation": (2, ("--micro-batch-size", 2, "--parallel", "fsdp")),
     "one process": (1, ()),
     "2 tensor ranks": (2, ("--tensor-parallel", 2)),
     "4 tensor ranks": (4, ("--tensor-parallel", 4)),

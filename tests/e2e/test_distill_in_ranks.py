@@ -184,7 +184,10 @@ BROKEN = {
 """Ranks, and where one is killed in one start after the other: mid-save, in a validation, mid-step."""
 
 
-@pytest.mark.parametrize("name", [*list(BROKEN)[:-1], pytest.param("tensor and ddp", marks=pytest.mark.torture)])
+SLOW = [pytest.param(name, marks=pytest.mark.torture) for name in ("tensor", "tensor and ddp")]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp", *SLOW])
 def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_same_bits(ranks, whole, name):
     (world, how, faults), out = BROKEN[name], f"killed-{name}".replace(" ", "-")
     command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", out)
