@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from kdtrain import faults
@@ -221,6 +223,21 @@ def control_group() -> Any:
     Every rank must call it, in the same order as its other collectives.
     """
     return dist.new_group(backend="gloo", timeout=_timeout) if _initialized() else None
+
+
+def device_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """Make a mesh of all ranks, whose groups wait for a rank as long as all others do. Every rank must call it."""
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        limit_wait(group)
+    return mesh
+
+
+def limit_wait(group: Any) -> Any:
+    """Return a group of a mesh, made to wait as long as the group of all ranks: torch has it wait half an hour."""
+    if _timeout:
+        _set_pg_timeout(_timeout, group)  # torch has no public way
+    return group
 
 
 def on_main(action: Callable[[], T], group: Any = None) -> T:

@@ -19,6 +19,7 @@ on two threads; the second is what two ranks win, the third what the two cores g
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -203,12 +204,15 @@ def memory(folder: Folder, cases: dict[str, Case]) -> dict[str, Any]:
     return {"baseline": round(alive / 2**20, 1), "goal": GOAL, "cases": rows}
 
 
-IN_RANKS = {
-    "DDP": ("--batch-size", 8, "--parallel", "ddp"),
-    "FSDP2": ("--batch-size", 8, "--parallel", "fsdp"),
-    "FSDP2 and accumulation": ("--batch-size", 8, "--micro-batch-size", 2, "--parallel", "fsdp"),
-    "tensor ranks": ("--batch-size", 8, "--tensor-parallel", 2),
+IN_RANKS: dict[str, tuple[int, tuple[object, ...]]] = {
+    "2 ranks, DDP": (2, ("--parallel", "ddp")),
+    "2 ranks, FSDP2": (2, ("--parallel", "fsdp")),
+    "2 ranks, FSDP2 and accumulation": (2, ("--micro-batch-size", 2, "--parallel", "fsdp")),
+    "one process": (1, ()),
+    "2 tensor ranks": (2, ("--tensor-parallel", 2)),
+    "4 tensor ranks": (4, ("--tensor-parallel", 4)),
 }
+"""Ranks, and how they hold a student."""
 EXCHANGED = Case(llama(64, 2))
 THROUGHPUT = Case(llama(256, 4))
 
@@ -236,33 +240,38 @@ def launch(words: list[str], world: int, threads: int, **environment: str) -> st
     return said[0][0]
 
 
-def memory_in_ranks(folder: Folder, world: int = 2) -> dict[str, Any]:
+def memory_in_ranks(folder: Folder) -> dict[str, Any]:
     """Measure MiB of a rank, estimated and measured (rank 0's), for a student of 26 M parameters in fp32."""
 
-    def measured(name: str, case: Case) -> float:
+    def measured(name: str, case: Case, world: int) -> float:
         words = ["-m", "kdtrain", "distill", *folder.argv(name, case, SAVED), *EACH, "--json"]
         return json.loads(launch(words, world, 1, **RETURNING))["peak_memory_mb"]
 
-    tiny = ("--batch-size", 2, "--parallel", "ddp", "--precision", "fp32")
-    baseline = measured("tiny-ranks", replace(TINY, options=tiny))
+    @functools.cache
+    def baseline(world: int) -> float:
+        return measured("tiny-ranks", replace(TINY, options=("--batch-size", world, "--precision", "fp32")), world)
+
     rows = {}
-    for name, options in IN_RANKS.items():
-        found = measured("ranks", in_ranks(options)) - baseline
-        plan = estimate_in_ranks(folder, name, world)
+    for name, (world, _) in IN_RANKS.items():
+        found = measured("ranks", in_ranks(name), world) - baseline(world)
+        plan = estimate_in_ranks(folder, name)
         rows[name] = {**compared(plan, found * 2**20), "most at": plan.moment}
         print(name, rows[name], file=sys.stderr, flush=True)
     return rows
 
 
-def in_ranks(options: tuple[object, ...]) -> Case:
-    """Return the run whose memory is measured in ranks."""
-    return Case(llama(512, 8), options=(*options, "--precision", "fp32"))
+def in_ranks(name: str) -> Case:
+    """Return one of the runs whose memory is measured in ranks."""
+    return Case(llama(512, 8), options=("--batch-size", 8, *IN_RANKS[name][1], "--precision", "fp32"))
 
 
-def estimate_in_ranks(folder: Folder, name: str, world: int = 2) -> MemoryPlan:
+def estimate_in_ranks(folder: Folder, name: str) -> MemoryPlan:
     """Estimate the plan of one of `IN_RANKS`."""
-    how = {"DDP": "ddp", "tensor ranks": "single"}.get(name, "fsdp")
-    return estimate(folder, "ranks", in_ranks(IN_RANKS[name]), how, 1 if how == "single" else world)
+    world, options = IN_RANKS[name]
+    how = "single"
+    if "--parallel" in options:
+        how = str(options[-1])
+    return estimate(folder, "ranks", in_ranks(name), how, 1 if how == "single" else world)
 
 
 def exchange(folder: Folder, world: int = 2) -> list[dict[str, Any]]:

@@ -233,7 +233,7 @@ def memory_table() -> str:
 def ranks_table() -> str:
     """Tabulate the MiB of a rank by the plan, and measured."""
     rows = [[name, *_beside(each)] for name, each in json.loads(MEASURED.read_text())["memory in ranks"].items()]
-    return table(["two ranks, 26 M parameters, fp32", "plan", "measured", "plan against measured"], rows)
+    return table(["a rank's memory, 26 M parameters, fp32", "plan", "measured", "plan against measured"], rows)
 
 
 def throughput_table() -> str:

@@ -48,6 +48,7 @@ class ModelFootprint:
     frozen_in_layers: int = 0
     frozen_head: bool = False
     packed: bool = False  # weights in fewer bits, which are not sharded
+    whole_factors: int = 0  # parameters of adapters that each tensor rank has
     cut: int = 1  # tensor ranks, of which these are the sizes of one
 
     @property
@@ -61,14 +62,15 @@ class ModelFootprint:
         whole: bytes per token that each rank keeps of a layer, where the residual stream is cut; else None, and what a
         forward keeps is counted whole.
         """
+        same = {"parameters": self.whole_factors, "in_layers": self.whole_factors}
         cut = {
-            name: -(-getattr(self, name) // ranks)
+            name: -(-(getattr(self, name) - same.get(name, 0)) // ranks) + same.get(name, 0)
             for name in ("parameters", "in_layers", "vocabulary", "frozen", "frozen_in_layers")
         }
         if whole is None:
             return replace(self, **cut, cut=ranks)
-        same = min(whole * self.layers, self.kept)
-        kept = same + (self.kept - same) / ranks
+        every = min(whole * self.layers, self.kept)
+        kept = every + (self.kept - every) / ranks
         by_checkpoints = self.kept_by_checkpoints / ranks
         once = {name: getattr(self, name) / ranks for name in ("kept_once", "kept_once_by_checkpoints")}
         return replace(self, **cut, **once, cut=ranks, kept=kept, kept_by_checkpoints=by_checkpoints)
@@ -122,6 +124,7 @@ def model_footprint(
             "in_layers": sum(each.numel() for each in inside),
             "frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
             "frozen_in_layers": sum(each.numel() for each in inside if not each.requires_grad),
+            "whole_factors": _whole_factors(model),
         }
         if spec.weights is not None or sizes["frozen"]:
             from kdtrain.models.frozen import frozen_bytes, pack
@@ -152,6 +155,14 @@ def model_footprint(
             frozen_head=not head.weight.requires_grad,
             packed=spec.weights is not None,
         )
+
+
+def _whole_factors(model: Any) -> int:
+    """Count the numbers of the factors of adapters that tensor ranks do not cut (`parallel.cut_adapters`)."""
+    plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    ends = {path.rpartition(".")[2]: "lora_A" if style == "colwise" else "lora_B" for path, style in plan.items()}
+    split = ((name.split("."), each) for name, each in model.named_parameters() if ".lora_" in name)
+    return sum(each.numel() for (*_, layer, factor, _), each in split if ends.get(layer) in (None, factor))
 
 
 def _forward(model: Any, seq_len: int, mode: str) -> tuple[int, float, float]:

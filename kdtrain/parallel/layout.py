@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from kdtrain.errors import UsageError
-from kdtrain.ranks import all_reduce_sum, rank, reported, world_size
+from kdtrain.ranks import all_reduce_sum, device_mesh, limit_wait, rank, reported, world_size
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class RankLayout:
         if size == 1:
             return cls()
         if tensor == 1:
-            mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+            mesh = device_mesh(device.type, (size,), ("shard",))
             return cls(rank(), size, mesh, mesh.get_group())
         data = size // tensor
         sharing = sharing or data
@@ -67,9 +66,9 @@ class RankLayout:
                 UsageError(f"--shard-size {sharing} does not divide {data} data ranks; choose one that does")
             )
         names = ("replicate", "shard", "tensor")
-        every = init_device_mesh(device.type, (data // sharing, sharing, tensor), mesh_dim_names=names)
+        every = device_mesh(device.type, (data // sharing, sharing, tensor), names)
         mesh = every["shard"] if sharing == data else every["replicate", "shard"]
-        group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten("data").get_group()
+        group = mesh.get_group() if mesh.ndim == 1 else limit_wait(mesh._flatten("data").get_group())
         return cls(rank() // tensor, data, mesh, group, rank() % tensor, tensor, every["tensor"])
 
     def __str__(self) -> str:
@@ -82,7 +81,7 @@ class RankLayout:
         if size in (None, self.data_size) or self.tensor_size > 1:
             return self.mesh
         shape = self.data_size // size, size
-        return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return device_mesh(self.mesh.device_type, shape, ("replicate", "shard"))
 
     def share(self, indices: np.ndarray) -> np.ndarray:
         """Return the part of a step's sequences that this data rank reads: an even part, in order."""

@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
@@ -55,7 +54,7 @@ from kdtrain.parallel.quantised import cut_product
 from kdtrain.precision.draws import DrawsApart
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.modes import Switch
-from kdtrain.ranks import all_reduce_sum, world_size
+from kdtrain.ranks import all_reduce_sum, device_mesh, world_size
 
 _CUT = ("colwise", "rowwise")
 _SUMMED = "replicated_with_grad_allreduce"
@@ -293,8 +292,10 @@ def in_turns(layout: RankLayout, alike: int) -> Callable[..., Any]:
 
 def traffic(
     model: SplitModel, tokens: int, *, micro_batches: int, sequence: bool, itemsize: int, recomputes: bool
-) -> Traffic:
-    """Count a step of tensor ranks, but for the sums of the objective, a few numbers per token.
+) -> tuple[tuple[Traffic, int], tuple[Traffic, int]]:
+    """Count a step of tensor ranks, but for the sums of the objective and the scales, a few numbers per token.
+
+    Returns what all of them exchange, and what those do that share a head of keys and values; each with how many.
 
     Args:
         tokens: of a micro-batch.
@@ -318,18 +319,19 @@ def traffic(
     else:
         summed += narrow * leaves + wide * blocks
     text = whole_model(model).config.get_text_config()
-    size = model.tensor.size()
-    if _sharing(text, size) > 1:
-        shared = len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
-        gathered += shared * (2 if recomputes else 1)
-        scattered += shared
+    sharing = _sharing(text, model.tensor.size())
+    shared = 0.0
+    if sharing > 1:
+        shared = micro_batches * len(_OF_KEYS) * len(layers_of(model)) * float(itemsize) * tokens * _head_size(text)
     whole = map(model.get_parameter, model.once)
     once = sum(4.0 * each.numel() for each in whole if each.requires_grad)
-    return Traffic(
+    every = Traffic(
         all_gather=micro_batches * gathered,
         reduce_scatter=micro_batches * scattered,
         all_reduce=micro_batches * summed + once,
     )
+    heads = Traffic(all_gather=shared * (2 if recomputes else 1), reduce_scatter=shared)
+    return (every, model.tensor.size()), (heads, sharing)
 
 
 def _head_size(text: Any) -> int:
@@ -356,7 +358,7 @@ class _Cutting:
         self.sharing: Any = None
         if (ranks := _sharing(model.config.get_text_config(), mesh.size())) > 1:  # with consecutive numbers
             shape = world_size() // ranks, ranks
-            self.sharing = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("heads", "parts"))["parts"]
+            self.sharing = device_mesh(mesh.device_type, shape, ("heads", "parts"))["parts"]
 
     def stream(self) -> Any:
         """Return the placement of the residual stream over the tensor ranks now."""

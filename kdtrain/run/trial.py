@@ -268,14 +268,15 @@ def gigabytes_sent(student: SplitModel, recipe: Recipe, micro_batches: int) -> f
         from kdtrain.parallel import tensor
 
         seq_len = recipe.facts.seq_len
-        among = tensor.traffic(
+        exchanged = tensor.traffic(
             student,
             recipe.micro * seq_len,
             micro_batches=micro_batches,
             sequence=config.parallel.cuts_rows(seq_len, config.objective),
             itemsize=itemsize,
             recomputes=config.activation_checkpointing,
-        ).sent(layout.tensor_size, layout.tensor_size)
+        )
+        among = sum(each.sent(ranks, ranks) for each, ranks in exchanged)
     if plan.student != "fsdp":
         parts = [parallelize.part_shape(each) for each in student.parameters() if each.requires_grad]
         return (among + parallelize.ddp(parts).sent(1, world)) / 1e9

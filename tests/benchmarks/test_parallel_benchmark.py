@@ -30,12 +30,15 @@ def test_the_plan_is_within_a_fifth_of_the_measured_peak_for_five_runs(record, t
             assert now == pytest.approx(cases[name]["estimated"], abs=0.1)
 
 
-def test_the_plan_is_within_a_fifth_of_a_ranks_measured_peak(record, tmp_path):
+def test_the_plan_is_within_a_fifth_of_a_ranks_measured_peak_and_within_a_tenth_where_tensor_ranks_cut(
+    record, tmp_path
+):
     folder = benchmark.Folder(tmp_path)
     assert list(record["memory in ranks"]) == list(benchmark.IN_RANKS)
     for name, each in record["memory in ranks"].items():
         assert benchmark.estimate_in_ranks(folder, name).total / 2**20 == pytest.approx(each["estimated"], abs=0.1)
-        assert each["measured"] is None or abs(each["estimated"] / each["measured"] - 1) <= benchmark.GOAL
+        goal = 0.1 if "--parallel" not in benchmark.IN_RANKS[name][1] else benchmark.GOAL
+        assert each["measured"] is None or abs(each["estimated"] / each["measured"] - 1) <= goal, name
 
 
 def test_what_was_counted_is_what_the_formulas_say(record):

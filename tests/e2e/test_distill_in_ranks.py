@@ -184,7 +184,10 @@ BROKEN = {
 """Ranks, and where one is killed in one start after the other: mid-save, in a validation, mid-step."""
 
 
-@pytest.mark.parametrize("name", [*list(BROKEN)[:-1], pytest.param("tensor and ddp", marks=pytest.mark.torture)])
+SLOW = [pytest.param(name, marks=pytest.mark.torture) for name in ("tensor", "tensor and ddp")]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp", *SLOW])
 def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_same_bits(ranks, whole, name):
     (world, how, faults), out = BROKEN[name], f"killed-{name}".replace(" ", "-")
     command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", out)
@@ -318,8 +321,9 @@ def test_a_spike_is_rolled_back_by_all_ranks(ranks):
     assert distance(ranks.tensors("spike-alone"), ranks.tensors("spike")) <= 10 * SAME
 
 
-def test_a_rank_that_hangs_is_noticed_in_time(ranks):
-    command = (*RUN, *CACHED, *FSDP, "--rank-timeout", 2, "--out", "hung")
+@pytest.mark.parametrize("how", [FSDP, TENSOR], ids=["fsdp", "tensor"])
+def test_a_rank_that_hangs_is_noticed_in_time(ranks, how):
+    command = (*RUN, *CACHED, *how, "--rank-timeout", 2, "--out", f"hung-{how[1]}")
     ended = ranks.launch(2, *command, fault="train.after-step:hang:3@1")
     assert [each.code for each in ended] == [1, 1]
     assert "rank 0 lost another rank" in ended[0].refusal() and "Timed out" in ended[0].refusal()

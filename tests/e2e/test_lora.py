@@ -147,6 +147,23 @@ def test_the_student_without_its_adapters_teaches_it(base):
     assert refused.code == 2 and "--teacher self is the student without its adapters" in refused.refusal()
 
 
+def test_adapters_of_tensor_ranks_are_taught_and_exported_as_those_of_one_process(base):
+    argv = ("distill", "--student", "base", *base.small, "--teacher", "self", "--alpha", 0.5, "--steps", 4, *FP32)
+    argv += ("--lr", 1e-2, "--batch-size", 6, "--warmup-steps", 0, "--log-to", "none", "--lora-rank", 4)
+    ways = {"alone": (1, ()), "cut": (4, ("--tensor-parallel", 2, "--parallel", "fsdp"))}
+    found = {}
+    for run, (world, how) in ways.items():
+        base.ok(world, *argv, *how, "--out", run)
+        base.run("export", run, "--adapter", "--out", f"{run}-adapter").ok()
+        below = AutoModelForCausalLM.from_pretrained(base.root / "base")
+        adapted = peft.PeftModel.from_pretrained(below, base.root / f"{run}-adapter")
+        merged = AutoModelForCausalLM.from_pretrained(base.root / run / "student")
+        found[run] = [logits(each) for each in (adapted, merged)]
+    for one, cut in zip(*found.values(), strict=True):
+        assert (one - cut).abs().max() < 1e-5 * one.abs().max()
+    assert base.tensors("alone").keys() == base.tensors("cut").keys()
+
+
 @pytest.mark.parametrize("how, what", [("ddp", ("--freeze-head",)), ("fsdp", ("--lora-dora",))])
 def test_ranks_train_the_same_adapters_as_one_process(base, how, what):
     argv = [each for each in RUN if each not in ("--lora-dropout", 0.1)]  # each rank drops others

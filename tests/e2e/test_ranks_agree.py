@@ -50,6 +50,7 @@ def refused(ranks, argv, out: Path, other=None, folder: Path | None = None, **en
         (("--lr", 0.01), "--lr is 0.001 on rank 0 and 0.01 on rank 1"),
         (("--cache", "other-cache"), "--cache is cache on rank 0 and other-cache on rank 1"),
         (("--micro-batch-size", 1), "--micro-batch-size is not given on rank 0 and 1 on rank 1"),
+        (("--tensor-parallel", 2), "--tensor-parallel is 1 on rank 0 and 2 on rank 1"),
         (("--dry-run",), "--dry-run is False on rank 0 and True on rank 1"),
     ],
 )

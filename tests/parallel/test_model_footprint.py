@@ -91,6 +91,10 @@ def test_a_student_with_adapters_has_their_sizes_and_keeps_what_they_keep(shape)
     assert (whole.frozen, whole.frozen_head) == (0, False)
     assert found.frozen_in_layers == whole.in_layers and found.in_layers == whole.in_layers + trained
     assert found.kept < whole.kept
+    named = [(name, each.numel()) for name, each in model.named_parameters() if ".lora_" in name]
+    by_inputs = ("o_proj", "down_proj")  # of which A is cut, else B
+    cut = sum(size for name, size in named if (".lora_A." in name) == any(each in name for each in by_inputs))
+    assert found.part(2, None).trained == trained - (cut / 2 if shape == "llama" else 0)
     head = model_footprint(spec(shape), vocab_size=300, seq_len=16, mode="fp32", trained=True, freeze_head=True)
     assert head.frozen == model.get_output_embeddings().weight.numel() and head.frozen_head
 

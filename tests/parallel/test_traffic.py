@@ -1,10 +1,13 @@
 """Bytes of a step by formula, by hand for one layer."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kdtrain.parallel import parallelize
+from kdtrain.models.head import split
+from kdtrain.parallel import parallelize, tensor
+from kdtrain.testing import tiny_model
 
 LAYER = [(6, 4), (4,)]
 ROOT = [(10, 4)]
@@ -50,3 +53,13 @@ def test_a_quantised_student_is_quantised_in_each_layout_gathered_in_the_high_fo
     run_ranks, world
 ):
     run_ranks(Path(__file__).with_name("quantised_script.py"), world)
+
+
+def test_ranks_that_share_a_head_of_keys_exchange_it_among_themselves():
+    model, tokens = split(tiny_model("llama")), 10  # of two such heads
+    model.tensor = SimpleNamespace(size=lambda: 4, get_local_rank=lambda: 0, get_group=lambda: None)
+    how = {"micro_batches": 3, "sequence": True, "itemsize": 2, "recomputes": True}
+    (_, every), (heads, sharing) = tensor.traffic(model, tokens, **how)
+    assert (every, sharing) == (4, 2)
+    numbers = 2 * 2 * tokens * 8  # keys and values of two layers, in a head of 8
+    assert (heads.all_gather, heads.reduce_scatter) == (3 * 2 * 2 * numbers, 3 * 2 * numbers)
