@@ -164,9 +164,7 @@ def test_another_cache_under_a_known_address_is_logged(
 ) -> None:
     reader = Cache(web.url)["train"]
     web.root = workshop.build(tmp_path / "other", codecs["dense"])
-    with pytest.raises(
-        RunError, match=r"instead of|not what the manifest states"
-    ):  # the manifest that was read first counts
+    with pytest.raises(RunError, match=r"instead of|not what the manifest states"):  # of the one that was read
         reader[0]
     assert Cache(web.url).manifest.digest != reader.manifest.digest
     assert "another cache lies there than before" in caplog.text
