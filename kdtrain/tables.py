@@ -145,9 +145,13 @@ def number(value: Any) -> str:
     return f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.4g}"
 
 
+LONG = 1e5
+"""The least loss that is written as a number, without digits after the point."""
+
+
 def loss_text(loss: Any, digits: int = 3) -> str:
     """Return a loss with `digits` digits, aligned with others; a large one as a number."""
-    return f"{loss:.{digits}f}" if isinstance(loss, int | float) and abs(loss) < 1e5 else number(loss)
+    return f"{loss:.{digits}f}" if isinstance(loss, int | float) and abs(loss) < LONG else number(loss)
 
 
 def counted(count: int, thing: str) -> str:

@@ -30,7 +30,7 @@ from kdtrain.objective.temperature import Temperature, build_temperature
 from kdtrain.precision.modes import Switch, head_dtype
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.build import StudentSource
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.source import Facts, Feed, Source
 from kdtrain.training.state import Progress
@@ -221,10 +221,10 @@ def teacher_of(model: SplitModel, mode: str, compile: bool) -> LocalTeacher:
 def online(source: Source, model: SplitModel, mode: str, compile: bool) -> Source:
     """Return the sequences of a source, with whole distributions of a teacher at hand."""
     device, vocab_size = next(model.parameters()).device, min(source.facts.vocab_size, model.vocab_size)
-    return build_source(source, device, vocab_size, teacher_of(model, mode, compile))
+    return StudentSource(source, device, vocab_size, teacher_of(model, mode, compile))
 
 
 def cached(folder: Path, device: torch.device, split: str = "train") -> Source:
     """Open a split of a cache, on the device."""
     reader = CacheReader(folder, split)
-    return build_source(CachedSource(reader), device, reader.manifest.vocab_size)
+    return StudentSource(CachedSource(reader), device, reader.manifest.vocab_size)

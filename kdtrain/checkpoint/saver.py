@@ -35,6 +35,7 @@ from kdtrain import faults
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, log, reason
 from kdtrain.ranks import control_group, local, lost_rank, on_main, reported, with_local
+from kdtrain.tables import size
 
 MINUTE = 60.0
 """Seconds between two attempts on a full disk."""
@@ -57,8 +58,8 @@ def host_buffers(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor] | None
                 buffer = torch.empty_like(own, **like, pin_memory=own.is_cuda)
             buffers[name] = buffer
     except (RuntimeError, MemoryError):  # torch raises no specific error when a CPU has no memory
-        size = sum(local(tensor).nbytes for tensor in tensors.values()) / 2**20
-        raise MemoryError(f"no memory for a copy of {size:.0f} MiB") from None
+        needed = sum(local(tensor).nbytes for tensor in tensors.values()) / 2**20
+        raise MemoryError(f"no memory for a copy of {size(needed)}") from None
     return buffers
 
 

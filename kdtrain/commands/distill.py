@@ -12,8 +12,7 @@ from kdtrain.errors import RunError, UsageError, log
 from kdtrain.imports import quiet_libraries
 from kdtrain.monitor.facts import closing_page, is_run
 from kdtrain.monitor.progress import setup_logging
-from kdtrain.parallel.agreement import same_ranks
-from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
+from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported, world_size
 from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve, run_device, student_spec, table_rate
 from kdtrain.run.run import Run
@@ -105,7 +104,10 @@ def train(config: DistillConfig, finish: Callable[[Run, dict[str, Any]], None]) 
     with ExitStack() as stack:
         stack.enter_context(quiet_libraries())
         device = stack.enter_context(run_device(config))
-        stack.enter_context(same_ranks(config, device))
+        if world_size() > 1:
+            from kdtrain.parallel.agreement import same_ranks
+
+            stack.enter_context(same_ranks(config, device))
         recipe = resolve(config, device, stack)
         run = build(recipe)
         trainer, loaded = run.trainer, run.resume_or_load()  # writes nothing yet, so that a refusal changes nothing

@@ -45,7 +45,7 @@ from kdtrain.tables import show
 from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
-from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.build import StudentSource
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
@@ -221,6 +221,6 @@ def _source(
             view = build_view(Path(folder) / "view", cache, load_tokenizer(tokenizer), **how)
             for line in view.lines():
                 log.info("%s", line)
-            yield build_source(AlignedSource(view, split), device, vocab_size, teacher), text, teacher
+            yield StudentSource(AlignedSource(view, split), device, vocab_size, teacher), text, teacher
         else:
-            yield build_source(CachedSource(cache[split]), device, vocab_size, teacher), text, teacher
+            yield StudentSource(CachedSource(cache[split]), device, vocab_size, teacher), text, teacher

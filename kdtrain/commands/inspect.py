@@ -146,7 +146,7 @@ def hardware() -> dict[str, Any]:
         device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(index)
         bf16 = "bf16" if has_bf16(device) else "no bf16"
-        table[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}"
+        table[f"cuda:{index}"] = f"{properties.name}, {size(properties.total_memory / 2**20)}, {bf16}"
     return table
 
 

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kdtrain.errors import UsageError
 from kdtrain.models.hub import ask, ask_config, ask_tokenizer, attention_option, refuse_code, refuse_impossible
 from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.tables import size
 
 # Keys of older configurations, which transformers moves into `rope_parameters`.
 _OLD_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
@@ -99,7 +100,7 @@ def new_model(name: str, config: PreTrainedConfig, attention: str, *, trust_remo
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise UsageError(
-            f"{name}: its weights take {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}; "
+            f"{name}: its weights take {size(needed / 2**20)}, and this machine has {size(memory / 2**20)}; "
             "make its configuration smaller"
         )
     return ask(name, make)

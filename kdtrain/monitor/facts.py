@@ -22,7 +22,7 @@ from kdtrain.checkpoint.sealed import is_checkpoint, problem
 from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, UsageError, warn_early
 from kdtrain.files import is_locked, read_json, read_toml, typed
-from kdtrain.monitor.progress import formula
+from kdtrain.monitor.progress import formula, pace
 from kdtrain.monitor.record import RunRecord, as_table, events
 from kdtrain.monitor.rules import Signs, findings, stalled
 from kdtrain.tables import Part, columns, duration, loss_text, number, percent, short, size
@@ -74,8 +74,7 @@ def state_of(path: Path, record: RunRecord) -> tuple[str, str]:
     if training or (training is None and not result):
         last = record.steps[-1] if record.steps else {}
         parts = [f"training: step {done:,} of {number(steps)}"]
-        shown = {"tok/s": lambda rate: f"{short(rate)} tok/s", "eta_h": lambda left: f"{duration(left * 3600)} left"}
-        parts += [text(last[name]) for name, text in shown.items() if math.isfinite(last.get(name, math.nan))]
+        parts += pace(last).values()
         return ("training" if training else "unknown"), ", ".join(parts)
     if result:
         return ended(result)

@@ -22,7 +22,7 @@ from rich.table import Column
 from rich.text import Text
 
 from kdtrain.errors import UsageError, early_warnings, log, printable
-from kdtrain.tables import duration, number, short
+from kdtrain.tables import LONG, duration, loss_text, number, short
 
 console = Console(stderr=True)
 _hushed = False
@@ -285,15 +285,25 @@ class StepText:
         alpha = numbers.get("alpha", self.alpha) if "kd" in numbers else 0.0
         weights = (alpha, 1 - alpha, self.hidden or 0.0, alpha if "ce_alone" in numbers else 0.0, self.router)
         shown = zip(weights, (self.name, "ce", "hidden", "ce of replay", "router"), terms, strict=True)
-        sum_of = " + ".join(f"{weight_text(weight)}{name} {_digits(term)}" for weight, name, term in shown if weight)
-        parts = {"loss": f"loss {_digits(loss)}" + (f" = {sum_of}" if alpha or self.hidden or self.router else "")}
+        sum_of = " + ".join(
+            f"{weight_text(weight)}{name} {loss_text(term, 2)}" for weight, name, term in shown if weight
+        )
+        parts = {"loss": f"loss {loss_text(loss, 2)}" + (f" = {sum_of}" if alpha or self.hidden or self.router else "")}
         if self.learned and "T" in numbers:
             parts["T"] = f"T {temperature:.2f}"
         if "lr" in numbers:
             parts["lr"] = f"lr {numbers['lr']:.1e}"
-        if "tok/s" in numbers:
-            parts |= {"rate": f"{short(numbers['tok/s'])} tok/s", "left": f"{duration(numbers['eta_h'] * 3600)} left"}
-        return parts
+        return parts | pace(numbers)
+
+
+def pace(numbers: Mapping[str, float]) -> dict[str, str]:
+    """Return the words of a step's speed and of the time left, by part, as far as its numbers have them."""
+    parts = {}
+    if math.isfinite(rate := numbers.get("tok/s", math.nan)):
+        parts["rate"] = f"{short(rate)} tok/s"
+    if math.isfinite(hours := numbers.get("eta_h", math.nan)):
+        parts["left"] = f"{duration(hours * 3600)} left"
+    return parts
 
 
 def one_line(head: str, parts: Mapping[str, str], width: int = 74) -> str:  # beside the time, on a terminal of 80
@@ -315,9 +325,9 @@ def validation_line(step: int, numbers: Mapping[str, float], before: float | Non
     """Return the line of a validation: its loss, the change since the last, the teacher's, and whether it is best."""
     loss = numbers["validation/loss"]
     teacher = numbers.get("validation/teacher_loss")
-    change = "" if before is None else f" ({loss - before:+.3f})"
-    text = f"val @{step} {loss:.3f}{change}" if abs(loss) < 1e6 else f"val @{step} {loss:.4g}"
-    text += ("" if teacher is None else f" teacher {teacher:.3f}") + (" best" if best else "")
+    change = "" if before is None or abs(loss) >= LONG else f" ({loss - before:+.3f})"
+    text = f"val @{step} {loss_text(loss)}{change}"
+    text += ("" if teacher is None else f" teacher {loss_text(teacher)}") + (" best" if best else "")
     if "validation/compared" in numbers and (bits := numbers.get("validation/bits_per_byte")) is not None:
         own = numbers.get("validation/teacher_bits_per_byte")
         text += f", {bits:.3f} bits/byte" + ("" if own is None else f" teacher {own:.3f}")
@@ -329,11 +339,6 @@ def members_line(step: int, numbers: Mapping[str, float], members: Iterable[str]
     texts = []
     for name in members:
         teacher = numbers.get(f"validation/{name}/teacher_loss")
-        loss = f"{name} {numbers[f'validation/{name}/loss']:.3f}"
-        texts.append(loss if teacher is None else f"{loss} teacher {teacher:.3f}")
+        loss = f"{name} {loss_text(numbers[f'validation/{name}/loss'])}"
+        texts.append(loss if teacher is None else f"{loss} teacher {loss_text(teacher)}")
     return f"val @{step} by cache: {', '.join(texts)}"
-
-
-def _digits(loss: float) -> str:
-    """Return a loss with two decimals; fewer where it is large."""
-    return f"{loss:.2f}" if not abs(loss) >= 1e4 else f"{loss:.3g}"

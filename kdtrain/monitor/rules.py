@@ -251,7 +251,7 @@ def memory_growth(signs: Signs) -> str | None:
     """Warn if memory has grown by more than half since the warm-up."""
     if signs.grown_mib <= _GROWTH * (signs.held_mib - signs.grown_mib):
         return None
-    return f"the process holds {signs.held_mib:,.0f} MiB, {signs.grown_mib:,.0f} more than after its warm-up"
+    return f"the process holds {size(signs.held_mib)}, {size(signs.grown_mib)} more than after its warm-up"
 
 
 @Rule(

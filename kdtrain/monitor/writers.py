@@ -20,7 +20,6 @@ from kdtrain.config.choices import LOGGERS
 from kdtrain.config.sections import MonitorConfig
 from kdtrain.errors import RunError, UsageError, early_warnings, log, warn_early
 from kdtrain.files import publish_text
-from kdtrain.monitor.histograms import histograms
 from kdtrain.monitor.loggers import Logger
 from kdtrain.monitor.record import lines
 from kdtrain.ranks import copies
@@ -106,6 +105,8 @@ class Writers:
         """Send the distributions of `tensors` to the loggers, if there are any."""
         if not self.shows_histograms:
             return
+        from kdtrain.monitor.histograms import histograms  # which a run without loggers does not load
+
         found = histograms(tensors)
         for logger in self.loggers:
             logger.histograms(step, found)
@@ -169,6 +170,8 @@ class SilentWriters(Writers):
     def histograms(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add this rank's parts of sharded tensors to the histograms of rank 0."""
         if self.shows_histograms and any(map(copies, tensors.values())):
+            from kdtrain.monitor.histograms import histograms
+
             histograms(tensors)
 
 

@@ -7,6 +7,7 @@ time.
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -85,19 +86,13 @@ def fetch_file(
     if (found := ask(address, size, retry)) is not None:
         refuse_size(what, found, most, exact)
 
-    class Quiet(tqdm):  # type: ignore[type-arg]
-        """A progress bar that shows nothing among the lines of a run."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
-
     def content() -> str:
         return client.hf_hub_download(
             *(repository, name),
             repo_type=kind,
             revision=address.revision,
             force_download=again,
-            tqdm_class=Quiet,
+            tqdm_class=cast(Any, partial(tqdm, disable=True)),  # a bar would stand among the lines of a run
         )
 
     return Path(ask(address, content, Retry(total=0)))

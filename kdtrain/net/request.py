@@ -1,12 +1,12 @@
-"""One way over the network: bounded in size and time, retried, and checked before a file has a name.
+"""One way over the network: bounded in size and time, and retried.
 
 `Session` is a session of requests whose answers end at a deadline, headers and body, and that sends no password of
 this machine. `download` fetches one file: it resumes a part (Range), retries what may pass (drops, short answers,
-time-outs, 408, 425, 429, 5xx; urllib3's `Retry` counts and waits), refuses bytes beyond the stated size, and compares
-the SHA-256. Redirects lead to https, or from this machine to this machine, take no key to another host, and do not lead
-from a public host into a private network.
+time-outs, 408, 425, 429, 5xx; urllib3's `Retry` counts and waits) and refuses bytes beyond the stated size. Redirects
+lead to https, or from this machine to this machine, take no key to another host, and do not lead from a public host
+into a private network.
 
-What it gives up: a part of a file that was replaced meanwhile is found by its digest only, after the whole download.
+What it gives up: a part of a file that was replaced meanwhile is found by its caller, who compares the whole file.
 """
 
 import http.client
@@ -27,7 +27,7 @@ from urllib3.util.retry import Retry
 
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, log, printable, shown_address, writing
-from kdtrain.files import file_digest, remove_file
+from kdtrain.files import remove_file
 from kdtrain.net.address import Unreachable, is_allowed, is_private
 
 LATER = (408, 425, 429, 500, 502, 503, 504)
@@ -167,46 +167,32 @@ def download(
     *,
     what: str,
     most: int,
-    sha256: str | None = None,
     exact: bool = False,
     retry: Retry = RETRY,
 ) -> None:
-    """Download `url` into the file `part`, after the bytes that it has, and check it.
+    """Download `url` into the file `part`, after the bytes that it has; its content is for the caller to check.
 
     Args:
         what: names the file in messages.
         most: bytes that it may have. exact: it has exactly these.
-        sha256: of the file; None for one that carries its own seal.
         retry: failures in a row before it is given up.
 
     Raises:
         Unreachable: no answer. UsageError: it is not there, or needs a permission.
-        RunError: it is another file than was stated, or the disk refuses.
+        RunError: it has another size than was stated, or the disk refuses.
     """
     left = retry
     largest = _size(part)
-    for second in (False, True):
-        while True:
-            try:
-                with Session() as session:
-                    _attempt(session, url, part, what, most, exact)
-                break
-            except Passing as problem:
-                gained = _size(part) - largest  # what a server takes back is no progress
-                if gained > min(0.01 * most, 0.1 * (most - largest)):
-                    left = retry
-                    largest = largest + gained
-                left = pause(left, str(problem), f"{what} cannot be fetched", wait=problem.wait, far=problem.far)
-        if sha256 is None or file_digest(part) == sha256:
-            return
-        _drop(part)
-        if second:
-            break
-        largest = 0
-    raise RunError(
-        f"{what} is not what the manifest states (its SHA-256 differs), and was not kept: it was altered, or "
-        "the cache was replaced there; name a revision, or ask its author"
-    )
+    while True:
+        try:
+            with Session() as session:
+                return _attempt(session, url, part, what, most, exact)
+        except Passing as problem:
+            gained = _size(part) - largest  # what a server takes back is no progress
+            if gained > min(0.01 * most, 0.1 * (most - largest)):
+                left = retry
+                largest = largest + gained
+            left = pause(left, str(problem), f"{what} cannot be fetched", wait=problem.wait, far=problem.far)
 
 
 def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact: bool) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.mixed import MixedTargets
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
 _TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
@@ -93,6 +92,8 @@ class Collator:
         if "logprobs" in fields:
             return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in (*_WHOLE, "policy")})
         if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
+            from kdtrain.objective.mixed import MixedTargets
+
             return MixedTargets(((fields["loss_mask"].numel(), None),))
         return None
 

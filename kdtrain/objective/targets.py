@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 Measure = Callable[[Events], Tensor]
 FLOOR = -1e4
 """log p of an impossible entry and L of an empty tail, nats: exp(beta * FLOOR) is 0 at every usable beta."""
+ANY_T = (0.25, 20.0)
+"""The temperatures of targets that are right at any: the bounds that options allow."""
 _DENSE_CHUNK = 1 << 22
 
 

@@ -51,6 +51,7 @@ from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows
 from kdtrain.parallel.footprint import ModelFootprint, footprint_of
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import world_size
+from kdtrain.tables import size
 
 USABLE = 0.95
 """The share of a device's free memory that a plan may fill."""
@@ -59,6 +60,7 @@ LOGITS = {(False, False): 5.0, (False, True): 14.0, (True, False): 2.0, (True, T
 CACHE_LOGITS = 6.0
 """Tensors as large as a batch of logits that exist at once while a teacher is cached."""
 GIB = 2**30
+MIB = 2**20
 MOMENTS = ("teach", "head", "backward")
 """When a rank's memory can be largest."""
 
@@ -185,13 +187,13 @@ def choose(
         if plan.total <= USABLE * free:
             return replace(plan, free=free, proposed=proposed if plan.student == "fsdp" else "")
     least = min(plans, key=lambda plan: plan.total)
-    parts = ", ".join(f"{name} {each / GIB:.2f}" for name, each in least.needs.items())
+    parts = ", ".join(f"{name} {size(each / MIB)}" for name, each in least.needs.items())
     who = job.student.name if job.teacher is None else f"{job.student.name} and its teacher {job.teacher.name}"
     helps = [*filter(None, [proposed]), *_what_helps(options, world, job, free)]
     devices = world * options.tensor_parallel
     raise UsageError(
-        f"{who} need {least.total / GIB:.2f} GiB on {'the device' if devices == 1 else f'each of {devices} devices'} "
-        f"({parts}; student {least.student}, teacher {least.teacher}), and {free / GIB:.2f} GiB are free: "
+        f"{who} need {size(least.total / MIB)} on {'the device' if devices == 1 else f'each of {devices} devices'} "
+        f"({parts}; student {least.student}, teacher {least.teacher}), and {size(free / MIB)} are free: "
         + (f"it would fit with {'; or with '.join(helps)}" if helps else "take a smaller model, or larger devices")
     )
 
@@ -378,12 +380,12 @@ def propose(config: DistillConfig, job: Job, free: float, can_cut: Callable[[int
     sizes = [size for size in sizes if world // size % (own.shard_size or 1) == 0]
     ways: list[tuple[Literal["ddp", "fsdp"], list[int]]] = [("ddp", sizes), ("fsdp", sizes[::-1])]
     for engine, tried in ways:
-        for size in tried:
-            parallel = replace(own, parallel=engine, accumulate="auto", tensor_parallel=size)
-            cut = job.cut(size, parallel.cuts_rows(job.seq_len, config.objective))
-            if (engine == "ddp" or world > size) and _fits(parallel, world // size, cut, free):
+        for cut_over in tried:
+            parallel = replace(own, parallel=engine, accumulate="auto", tensor_parallel=cut_over)
+            cut = job.cut(cut_over, parallel.cuts_rows(job.seq_len, config.objective))
+            if (engine == "ddp" or world > cut_over) and _fits(parallel, world // cut_over, cut, free):
                 also = "" if engine == "ddp" else ", and FSDP2 shards their parts over data ranks"
-                how = f"--tensor-parallel {size}" + (" --parallel fsdp" if also else "")
+                how = f"--tensor-parallel {cut_over}" + (" --parallel fsdp" if also else "")
                 return f"{how} (no rank has room for a whole copy; the ranks of a node cut it first{also})"
     return ""
 
@@ -490,6 +492,6 @@ def shards_teacher(
         if need <= USABLE * free:
             return shared > 1
     raise UsageError(
-        f"the teacher {teacher.name} needs {min(needs.values()) / GIB:.2f} GiB on each of {world * cut} devices and "
-        f"{free / GIB:.2f} GiB are free: use a smaller --batch-size, more ranks (torchrun), or a larger device"
+        f"the teacher {teacher.name} needs {size(min(needs.values()) / MIB)} on each of {world * cut} devices and "
+        f"{size(free / MIB)} are free: use a smaller --batch-size, more ranks (torchrun), or a larger device"
     )

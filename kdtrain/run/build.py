@@ -21,15 +21,14 @@ from kdtrain.models.tokenizer import learn_ends, load_tokenizer
 from kdtrain.objective.alpha import build_alpha
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.temperature import build_temperature
-from kdtrain.parallel.agreement import agree, code, weights_digest
 from kdtrain.parallel.parallelize import parallelize, shard
 from kdtrain.precision.modes import head_dtype
-from kdtrain.ranks import is_main, raise_on_all_ranks
+from kdtrain.ranks import is_main, raise_on_all_ranks, world_size
 from kdtrain.run.recipe import PARTS, Recipe
 from kdtrain.run.run import Run
 from kdtrain.training.observers import ObserverRequest, observers_of
 from kdtrain.training.schedule import decay_start
-from kdtrain.training.sources.build import build_source
+from kdtrain.training.sources.build import StudentSource
 from kdtrain.training.sources.source import meet
 from kdtrain.training.student import Student
 from kdtrain.training.trainer import Trainer
@@ -67,7 +66,10 @@ def build(recipe: Recipe) -> Run:
         identity = recipe.identity | _identity(recipe, model, teacher)
         answers = None if teacher is None else dict(teacher.identity)
     compared = {name: identity[name] for name in PARTS} | {"the teacher's answers": answers}
-    agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
+    if world_size() > 1:  # a module that a single process does not load
+        from kdtrain.parallel.agreement import agree, code, weights_digest
+
+        agree(lambda: {**compared, "the student's weights": weights_digest(model), **code()})
     if recipe.layout.tensor_size > 1:  # a module that other runs do not load
         from kdtrain.parallel import tensor
 
@@ -88,8 +90,8 @@ def build(recipe: Recipe) -> Run:
     trainer = Trainer(
         config,
         student,
-        build_source(recipe.sources["train"], *shared, layers),
-        build_source(recipe.sources["validation"], *shared),
+        StudentSource(recipe.sources["train"], *shared, layers),
+        StudentSource(recipe.sources["validation"], *shared),
         total_steps=recipe.total,
         micro=recipe.micro,
         seq_len=recipe.facts.seq_len,

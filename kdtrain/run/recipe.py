@@ -30,6 +30,7 @@ from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
 from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import parse, refuse
+from kdtrain.objective.targets import ANY_T
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.parallel.memory_plan import (
     Job,
@@ -498,7 +499,7 @@ def with_bounds(objective: ObjectiveConfig, facts: Facts | None, online: bool) -
 
     facts: of the data, if they are known; None for text that is not packed yet.
     """
-    least, most = (0.25, 20.0) if facts is None else facts.temperature_range
+    least, most = ANY_T if facts is None else facts.temperature_range
     low = objective.temperature_min or max(least, LEARNED_RANGE[0])
     high = objective.temperature_max or min(most, LEARNED_RANGE[1])
     used = {objective.temperature}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import hdf5_writing
 from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings, read_manifest
@@ -130,8 +130,8 @@ def _kept(tokens_nT1: np.ndarray, spec: CodecSpec) -> Arrays:
 def _written(path: Path, spec: CodecSpec) -> dict[str, str]:
     """Write a shard; return dtype, shape and digest of each data set, before HDF5 and zstd shuffle and compress it."""
     rows = ShardRows.of("train", 0, 0, list(_rows(3, 0)))
-    with hdf5.creating(path) as (file, check):
-        hdf5.create_shard(file, spec, LENGTH, "train", 0, len(rows))
+    with hdf5_writing.creating(path) as (file, check):
+        hdf5_writing.create_shard(file, spec, LENGTH, "train", 0, len(rows))
         writer = ShardWriter(file, check, spec, LENGTH)
         writer.add(rows, _kept(rows.tokens, spec))
         writer.finish()

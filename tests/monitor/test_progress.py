@@ -65,7 +65,7 @@ def test_the_parts_of_a_loss_are_means_of_the_last_steps_and_add_up():
         kd, ce, hidden = 1.0 + number, 2.0 + number, 4.0
         parts = text.add({"loss": 0.9 * kd + 0.1 * ce + 0.5 * hidden, "kd": kd, "ce": ce, "hidden": hidden, "T": 1.0})
     assert parts == {"loss": "loss 37.60 = .9 kl 35.50 + .1 ce 36.50 + .5 hidden 4.00"}
-    for alpha, loss, line in ((0.9, 6.8, "loss 6.80"), (0.0, 1e9, "loss 1e+09")):  # cross-entropy alone: no sum
+    for alpha, loss, line in ((0.9, 6.8, "loss 6.80"), (0.0, 1e9, "loss 1,000,000,000")):  # cross-entropy alone: no sum
         assert StepText(alpha, "forward-kl", None, learned=False).add({"loss": loss}) == {"loss": line}
     assert formula(0.9, "forward-kl", None) == ".9 kl + .1 ce" and formula(0.0, "jsd:0.5", None) == "ce"
     assert formula(1.0, "jsd", 2.0) == "jsd + 2 hidden" and formula("auto", "tvd", None) == "alpha tvd + (1 - alpha) ce"

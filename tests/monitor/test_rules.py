@@ -31,7 +31,7 @@ ILL = {
     "data-wait": ({"data_wait": 0.23}, "training waited for its data in 23% of the time of the last 50 steps"),
     "memory-growth": (
         {"held_mib": 151.0, "grown_mib": 51.0},
-        "the process holds 151 MiB, 51 more than after its warm-up",
+        "the process holds 151 MiB, 51 MiB more than after its warm-up",
     ),
     "learned-samples": (
         {"divergence": -0.05, "samples": 6, "epochs": 2.0},
@@ -184,7 +184,7 @@ def test_clipping_and_memory_of_another_process_are_read_from_its_metrics(tmp_pa
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, **numbers} for step in range(1, 131)])
     record = replace(RunRecord.read(tmp_path), options={"optimizer": {"clip": 1.0, "warmup_steps": 20}})
     found = findings(Signs.of(tmp_path, record, now=os.path.getmtime(tmp_path / "metrics.jsonl")))
-    assert found.keys() == {"clipped", "memory-growth"} and "holds 160 MiB, 60 more" in found["memory-growth"]
+    assert found.keys() == {"clipped", "memory-growth"} and "holds 160 MiB, 60 MiB more" in found["memory-growth"]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_events_stay_over_restarts_with_their_time(tmp_path):
 
 
 def test_nothing_is_counted_without_a_logger(tmp_path, monkeypatch):
-    monkeypatch.setattr("kdtrain.monitor.writers.histograms", lambda tensors: pytest.fail("counted"))
+    monkeypatch.setattr("kdtrain.monitor.histograms.histograms", lambda tensors: pytest.fail("counted"))
     writers = Writers(tmp_path, 0, None, PLAIN)
     writers.histograms(1, dict(torch.nn.Linear(1, 1).named_parameters()))
     writers.close()

@@ -24,6 +24,7 @@ from kdtrain.precision.formats import Formats
 from kdtrain.precision.linear import Emulated
 from kdtrain.precision.modes import compiles_teacher
 from kdtrain.run.capture import capturing
+from kdtrain.tables import size
 from kdtrain.testing import SHAPES
 
 
@@ -130,7 +131,7 @@ def test_a_job_that_does_not_fit_is_refused_in_one_line_with_numbers_and_what_wo
     with pytest.raises(UsageError) as caught:
         choose(options, world, online=job.teacher is not None, job=job, free=free)
     line = str(caught.value)
-    assert "\n" not in line and f"{free / GIB:.2f} GiB are free" in line
+    assert "\n" not in line and f"{size(free / 2**20)} are free" in line
     assert [each for each in said if each not in line] == [], line
 
 

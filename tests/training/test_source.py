@@ -15,7 +15,7 @@ from kdtrain.models.output_head import HeadPart
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.targets import OnlineTargets
 from kdtrain.teaching.local import LocalTeacher
-from kdtrain.training.sources.build import StudentSource, build_source
+from kdtrain.training.sources.build import StudentSource
 from kdtrain.training.sources.cache import CachedSource
 from kdtrain.training.sources.source import Feed
 
@@ -131,7 +131,7 @@ def test_a_token_that_a_narrower_student_has_no_row_for_is_refused_with_both_num
     largest = int(reader.read(range(len(reader))).tokens.max())
     numbers = np.arange(len(reader))
     cached, cpu = CachedSource(reader), torch.device("cpu")
-    assert len(build_source(cached, cpu, largest + 1).read(numbers).tokens) == len(reader)
+    assert len(StudentSource(cached, cpu, largest + 1).read(numbers).tokens) == len(reader)
     line = f"sparse holds token {largest}, .* the student has a vocabulary of {largest}: set its vocab_size to"
     with pytest.raises(RunError, match=line):
-        build_source(cached, cpu, largest).read(numbers)
+        StudentSource(cached, cpu, largest).read(numbers)

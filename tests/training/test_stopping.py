@@ -97,14 +97,15 @@ time.sleep(20)
 def test_a_signal_while_hdf5_writes_waits_until_it_has_written(tmp_path, number):
     body = f"""
 from pathlib import Path
-from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import hdf5_writing
 class Raw:
     def __init__(self, file): self.file = file
     def __getattr__(self, name): return getattr(self.file, name)
     def write(self, data):
         signal.raise_signal({number:d})
         return self.file.write(data)
-with open({str(tmp_path / "x")!r}, "wb+", buffering=0) as file, hdf5.h5py.File(hdf5._Sink(Raw(file)), "w") as made:
+sink = hdf5_writing._Sink(Raw(open({str(tmp_path / "x")!r}, "wb+", buffering=0)))
+with hdf5_writing.h5py.File(sink, "w") as made:
     made["one"] = list(range(9))
     made.flush()
     print("written", file=__import__("sys").stderr)

@@ -1,13 +1,10 @@
-"""All that knows HDF5: writing shards and the index, reading data sets fast, and checking a file before HDF5 opens it.
-
-Writing goes through a file whose writes never fail (`creating`): HDF5 2.0 crashes the process that closes a file after
-a failed write. Reading goes through h5py's low-level calls (`StoredRows`).
+"""Reads the HDF5 files of a cache: data sets fast, by h5py's low-level calls, and a file's bytes before HDF5 opens it.
 
 HDF5 follows links to other files, allocates what a file declares, and crashes on some damaged structures: on 12 of
 4,000 shards with a few bytes changed. `check_structure` therefore reads the structure from the bytes, before HDF5 opens
-the file, and compares it with what `create_shard` makes: the names, types, shapes, chunks, fill values and filters of
-all data sets, the attributes, the place of each chunk and its unpacked size. Of the data it reads only the first bytes
-of each chunk, once a shard.
+the file, and compares it with what `hdf5_writing.create_shard` makes: the names, types, shapes, chunks, fill values and
+filters of all data sets, the attributes, the place of each chunk and its unpacked size. Of the data it reads only the
+first bytes of each chunk, once a shard.
 
 `Hdf5File` reads what HDF5 writes for its earliest version, as far as shards use it: superblock, object headers, symbol
 tables, attributes and the B-trees of chunked data sets. It refuses everything else: soft and external links, external
@@ -18,224 +15,28 @@ headers and their messages.
 What it gives up: a file in a newer layout of HDF5 is refused, whatever it holds.
 """
 
-import itertools
 import math
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from io import RawIOBase
 from pathlib import Path
-from types import FunctionType
 from typing import Any, BinaryIO
 
 import h5py
-import hdf5plugin
+import hdf5plugin  # noqa: F401  (it registers the decompressors)
 import numpy as np
 
-from kdtrain.cache.format.names import DICTIONARY, PIECES, SHARDS
+from kdtrain.cache.format.names import DICTIONARY
 from kdtrain.cache.format.spec import CodecSpec, DatasetLayout, attributes, datasets, dictionary_sets
-from kdtrain.errors import CALLBACKS
 from kdtrain.files import open_regular
-
-_LEVEL = 9
-
-
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
-class _Sink(RawIOBase):
-    """A file whose writes never fail: HDF5 2.0 crashes the process that closes a file after a failed write.
-
-    It keeps the first error for the caller, and everything that it could not write in memory.
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw, self.error, self.unwritten = raw, None, []  # type: tuple[BinaryIO, OSError | None, list]
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self.raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self.raw.tell()
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        start = self.tell()
-        done = 0
-        try:
-            while self.error is None and done < len(view):
-                done += self.raw.write(view[done:])
-        except OSError as error:
-            self.error = error
-        if done < len(view):
-            self.unwritten.append((start + done, bytes(view[done:])))
-        return len(view)
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        start = self.tell()
-        stored = self.raw.read(len(view))
-        view[:] = stored + bytes(len(view) - len(stored))
-        for offset, piece in self.unwritten:
-            low = max(offset, start)
-            high = min(offset + len(piece), start + len(view))
-            if low < high:
-                view[low - start : high - start] = piece[low - offset : high - offset]
-        return len(view)
-
-    def truncate(self, size: int | None = None) -> int:
-        try:
-            self.raw.truncate(size)
-        except OSError as error:
-            self.error = self.error or error
-        return size or 0
-
-    def flush(self) -> None:
-        """Do nothing: the sink has no buffer."""
-
-    def check(self) -> None:
-        """Raise the first error of a write."""
-        if self.error:
-            raise self.error
-
-
-CALLBACKS.update(each.__code__ for each in vars(_Sink).values() if isinstance(each, FunctionType))
-
-
-@contextmanager
-def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
-    """Yield a new HDF5 file and a function that raises the OSError of a failed write; the block's end raises it too."""
-    with open(path, "wb+", buffering=0) as raw:
-        sink = _Sink(raw)
-        with h5py.File(sink, "w") as file:
-            yield file, sink.check
-        sink.check()
-
-
-def _describe(target: h5py.File | h5py.Group, spec: CodecSpec, seq_len: int, split: str, **more: int) -> None:
-    found = attributes(spec, seq_len, split) | more
-    target.attrs.update({**found, "knots": np.asarray(found["knots"], np.float64)})
-
-
-def create_shard(file: h5py.File, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Lay out an empty shard for sequences first .. first + number - 1 of `split`."""
-    _describe(file, spec, seq_len, split, first_sequence=first, sequences=number)
-    for name, layout in datasets(spec, seq_len).items():
-        dataset = file.create_dataset(
-            name,
-            (number, *layout.shape),
-            layout.dtype,
-            chunks=(min(number, layout.sequences), *layout.chunk),
-            fillvalue=layout.fill,
-            fletcher32=True,
-            track_times=False,
-            **_compression(layout),
-        )
-        dataset.attrs["about"] = layout.about
-
-
-def _compression(layout: DatasetLayout | None = None) -> dict[str, Any]:
-    if layout is None or not layout.bits:
-        return {"shuffle": True, "compression": hdf5plugin.Zstd(clevel=_LEVEL)}
-    return {"compression": hdf5plugin.Bitshuffle(nelems=layout.block, cname="zstd", clevel=_LEVEL)}
-
-
-def write_dictionary(file: h5py.File, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays of `Coding.to_arrays`, one chunk each."""
-    group = file.create_group(DICTIONARY)
-    for name, values in arrays.items():
-        options = {"chunks": values.shape, "fletcher32": True, "track_times": False, **_compression()}
-        group.create_dataset(name, data=values, **options)
-
-
-def stored_bytes(file: h5py.File) -> dict[str, int]:
-    """Return the compressed bytes by data set, all of the dictionary as one."""
-    found = {name: each.id.get_storage_size() for name, each in file.items() if isinstance(each, h5py.Dataset)}
-    if DICTIONARY in file:
-        found[DICTIONARY] = sum(each.id.get_storage_size() for each in file[DICTIONARY].values())
-    return found
-
-
-def copy_rows(
-    shard: Path, path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, rows: np.ndarray
-) -> dict[str, int]:
-    """Write sequences of a shard as another one of `split`, which begins with `first`; return its stored bytes.
-
-    The stored bytes of their chunks are copied, undecoded. Only masks, whose chunks hold many sequences, and the lists
-    are compressed again.
-    """
-    with h5py.File(shard) as source, creating(path) as (target, check):
-        create_shard(target, spec, seq_len, split, first, len(rows))
-        for name, layout in datasets(spec, seq_len).items():
-            if layout.sequences > 1:
-                target[name][...] = source[name][()][rows]
-                continue
-            steps = [range(0, size, step) for size, step in zip(layout.shape, layout.chunk, strict=True)]
-            for place, row in enumerate(rows.tolist()):
-                for inside in itertools.product(*steps):
-                    skipped, content = source[name].id.read_direct_chunk((row, *inside))
-                    target[name].id.write_direct_chunk((place, *inside), content, skipped)
-        if spec.coded:
-            write_dictionary(target, read_dictionary(source))
-        target.flush()
-        check()
-        return stored_bytes(target)
 
 
 def read_dictionary(file: h5py.File) -> dict[str, np.ndarray]:
-    """Read the arrays that `write_dictionary` wrote. KeyError: there are none."""
+    """Read the arrays that `hdf5_writing.write_dictionary` wrote. KeyError: there are none."""
     group = file[DICTIONARY]
     # Not over `items`: an error inside such a loop keeps h5py's lock, forever if another thread raises it again.
     return {name: group[name][()] for name in list(group)}
-
-
-def write_index(
-    path: Path,
-    spec: CodecSpec,
-    seq_len: int,
-    shards: Mapping[str, Sequence[tuple[str, int]]],
-    *,
-    pieces: bool = False,
-) -> None:
-    """Write virtual data sets over the shards (name, number of sequences) of each split into a group of its name,
-    and links to the dictionaries of the shards into SPLIT/dictionary.
-
-    Paths of shards are relative to the index, so that the folder can be moved. pieces: the shards have any sizes, and
-    the data set SPLIT/first_rows has the number of the first row of each.
-    """
-    with creating(path) as (file, _):
-        for split, parts in shards.items():
-            group = file.create_group(split)
-            total = sum(number for _, number in parts)
-            if pieces:
-                _describe(group, spec, seq_len, split, format_version=PIECES)
-                rows = np.cumsum([0, *(number for _, number in parts[:-1])])
-                dataset = group.create_dataset("first_rows", data=rows, dtype="<i8", track_times=False)
-                dataset.attrs["about"] = "number of the first row of each shard"
-            else:
-                _describe(group, spec, seq_len, split, sequences_per_shard=parts[0][1])
-            if spec.coded:
-                links = group.create_group(DICTIONARY)
-                for shard, _ in parts:
-                    links[shard] = h5py.ExternalLink(f"{SHARDS}/{shard}.h5", f"/{DICTIONARY}")
-            for name, layout in datasets(spec, seq_len).items():
-                virtual = h5py.VirtualLayout((total, *layout.shape), layout.dtype)
-                virtual.dcpl.set_obj_track_times(False)  # equal caches have equal digests, whenever they are built
-                start = 0
-                for shard, number in parts:
-                    shape = (number, *layout.shape)
-                    virtual[start : start + number] = h5py.VirtualSource(f"{SHARDS}/{shard}.h5", name, shape)
-                    start += number
-                dataset = group.create_virtual_dataset(name, virtual, fillvalue=layout.fill)
-                dataset.attrs["about"] = layout.about
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
 
 
 class StoredRows:
@@ -435,7 +236,7 @@ class _Expected:
 
 
 def check_structure(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Compare the structure of a shard with what `create_shard` makes of the same arguments.
+    """Compare the structure of a shard with what `hdf5_writing.create_shard` makes of the same arguments.
 
     ValueError: it differs, or declares more than it holds. OSError: it cannot be read.
     """

@@ -36,12 +36,13 @@ from torch.utils.data import Dataset
 
 from kdtrain import faults
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.hdf5 import check_structure, copy_rows, stored_bytes
+from kdtrain.cache.format.hdf5 import check_structure
 from kdtrain.cache.format.manifest import Manifest, ShardRecord, check_sizes, first_rows, read_manifest
 from kdtrain.cache.read.shard import Shard, Stored, batch_of, shard_errors
 from kdtrain.errors import RunError, UsageError, as_path
 from kdtrain.files import file_digest
 from kdtrain.objective.batch import Batch, Collator
+from kdtrain.objective.targets import ANY_T
 
 if TYPE_CHECKING:
     from kdtrain.data.packed import PackedRow
@@ -220,6 +221,8 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         rows: of these alone, within the shard, ascending, as a shard that begins with the number `first`. link: a whole
         one may be the same file. RunError: it is damaged.
         """
+        from kdtrain.cache.format.hdf5_writing import copy_rows, stored_bytes  # what makes another cache needs it
+
         source = self.shard_file(number)
         settings = self.manifest.settings
         if rows is not None:
@@ -385,7 +388,7 @@ class LocalCache:
     def temperature_range(self) -> tuple[float, float]:
         """The lowest and the highest T at which the cache is right, as measured when it was built."""
         known = self.manifest.temperature_range
-        return (known["min"], known["max"]) if known else (0.25, 20.0)
+        return (known["min"], known["max"]) if known else ANY_T
 
 
 def collate(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

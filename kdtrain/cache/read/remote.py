@@ -88,7 +88,6 @@ class Remote:
         """
         path = self.folder / name
         what = f"{self.address}: {printable(name)}"
-        sha256 = expected if isinstance(expected, str) else None
 
         def sound(path: Path) -> bool:
             return file_digest(path) == expected if isinstance(expected, str) else expected(path)
@@ -101,7 +100,10 @@ class Remote:
                 "connect, and run the same command again"
             )
         log.debug("fetching %s of %s", name, self.address)
-        wrong = f"{what} is not what the manifest states; ask its author"
+        wrong = (
+            f"{what} is not what the manifest states: it was altered, or the cache was replaced there; name a "
+            "revision, or ask its author"
+        )
         if self.address.repository is not None:
             from kdtrain.net.hub import fetch_file
 
@@ -121,14 +123,15 @@ class Remote:
                 with writing(path):
                     moved = set_aside(self.folder, name, "damaged")
                 log.warning("%s is not as it was fetched; it is now %s, and is fetched again", path, moved.name)
-            download(self.address.url(name), part, what=what, most=most, exact=exact, sha256=sha256)
-            if not (sha256 or sound(part)):
+            for _ in range(2):
+                download(self.address.url(name), part, what=what, most=most, exact=exact)
+                if sound(part):
+                    with published(path, "cache.fetch") as temporary:
+                        rename_over(part, temporary)
+                    return path
                 with writing(part):
                     remove_file(part)
-                raise RunError(wrong)
-            with published(path, "cache.fetch") as temporary:
-                rename_over(part, temporary)
-            return path
+            raise RunError(wrong)
         finally:
             lock.release()
 

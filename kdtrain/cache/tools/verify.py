@@ -40,7 +40,7 @@ _ENTRIES_AT_ONCE = 2**20  # entries that `check_content` unpacks at once
 
 
 def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: int, number: int) -> None:
-    """Read all of a shard, and compare its structure with the one that `hdf5.create_shard` makes.
+    """Read all of a shard, and compare its structure with the one that `hdf5_writing.create_shard` makes.
 
     ValueError: the structure differs, or a number is impossible. OSError: the file cannot be read.
     """

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from kdtrain import __version__
-from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import hdf5_writing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar, SplitRecord, read_manifest, read_sidecar
 from kdtrain.cache.format.spec import ABSENT, CodecSpec
@@ -66,7 +66,7 @@ def publish_manifest(
     pieces = settings.format_version == cache_format.PIECES
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
-        hdf5.write_index(temporary, settings.codec, length, parts, pieces=pieces)
+        hdf5_writing.write_index(temporary, settings.codec, length, parts, pieces=pieces)
     records = [record for each in sidecars.values() for record in each]
     tokens_stored = sum(record["sequences"] for record in records) * length
     sizes = {name: sum(each["stored"][name] for each in records) / tokens_stored for name in records[0]["stored"]}

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from kdtrain import faults
-from kdtrain.cache.format import hdf5
+from kdtrain.cache.format import hdf5, hdf5_writing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.compression import FIT_ENTRIES, Arrays, Coding
 from kdtrain.cache.format.manifest import CacheSettings, Sidecar, read_sidecar, shard_problem
@@ -27,9 +27,9 @@ _SEQUENCES_AT_ONCE = 16  # sequences packed at once: bounds the memory
 
 
 class ShardWriter:
-    """Writes the sequences of one shard into `file`, which `hdf5.create_shard` has laid out.
+    """Writes the sequences of one shard into `file`, which `hdf5_writing.create_shard` has laid out.
 
-    check: raises the error of a failed write, see `hdf5.creating`.
+    check: raises the error of a failed write, see `hdf5_writing.creating`.
     """
 
     def __init__(self, file: h5py.File, check: Callable[[], None], spec: CodecSpec, seq_len: int) -> None:
@@ -58,7 +58,7 @@ class ShardWriter:
         if self._held:
             self._write_held()
         self._file.flush()
-        return hdf5.stored_bytes(self._file)
+        return hdf5_writing.stored_bytes(self._file)
 
     def _write_held(self) -> None:
         arrays = {name: np.concatenate([each[name] for each in self._held]) for name in self._held[0]}
@@ -66,7 +66,7 @@ class ShardWriter:
         if self._spec.coded and self._coding is None:
             first = {name: values[: self._wanted] for name, values in arrays.items()}
             self._coding = Coding.fit(first["tokens"], first, self._spec)
-            hdf5.write_dictionary(self._file, self._coding.to_arrays())
+            hdf5_writing.write_dictionary(self._file, self._coding.to_arrays())
         for start in range(0, len(arrays["tokens"]), _SEQUENCES_AT_ONCE):
             part = {name: values[start : start + _SEQUENCES_AT_ONCE] for name, values in arrays.items()}
             if self._coding is not None:

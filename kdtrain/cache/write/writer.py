@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kdtrain import faults
-from kdtrain.cache.format import codec, hdf5
+from kdtrain.cache.format import codec, hdf5_writing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
@@ -279,8 +279,8 @@ class CacheBuilder:
     def _write(self, part: ShardRows, path: Path) -> tuple[dict[str, int], list[str]]:
         """Encode and write all sequences of a shard, one batch in the thread while the teacher computes the next."""
         spec, length = self.settings.codec, self.settings.seq_len
-        with hdf5.creating(path) as (file, check):
-            hdf5.create_shard(file, spec, length, part.split, part.first, len(part))
+        with hdf5_writing.creating(path) as (file, check):
+            hdf5_writing.create_shard(file, spec, length, part.split, part.first, len(part))
             shard = ShardWriter(file, check, spec, length)
             waiting: tuple[int, Future[None]] | None = None
             broken_before = self.rounds.broken

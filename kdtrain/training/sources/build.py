@@ -17,6 +17,7 @@ from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Order
 from kdtrain.errors import RunError, UsageError
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.targets import ANY_T
 from kdtrain.training.sources.source import Growing, Source, SourceRequest, order_of
 
 if TYPE_CHECKING:
@@ -36,20 +37,6 @@ def open_source(name: str, request: SourceRequest) -> Source:
     if not len(source):
         raise UsageError(f"--source {name} has no sequences in the split {request.split}")
     return source
-
-
-def build_source(
-    source: Source,
-    device: torch.device,
-    vocab_size: int,
-    teacher: "OnlineTeacher | None" = None,
-    layers: tuple[int, ...] = (),
-) -> Source:
-    """Return `source` as a student reads it; see `StudentSource`."""
-    taught_by = getattr(source, "taught_by", None)
-    if teacher is not None and taught_by is not None:
-        return StudentSource(taught_by(teacher, device), device, vocab_size)
-    return StudentSource(source, device, vocab_size, teacher, layers)
 
 
 class StudentSource:
@@ -72,6 +59,10 @@ class StudentSource:
         teacher: "OnlineTeacher | None" = None,
         layers: tuple[int, ...] = (),
     ) -> None:
+        if teacher is not None and (taught_by := getattr(source, "taught_by", None)) is not None:
+            source = taught_by(teacher, device)
+            teacher = None
+            layers = ()
         self.source, self.device, self.vocab_size = source, device, vocab_size
         self.teacher, self.layers = teacher, layers
         self.facts, self.overlaps, self.repeatable = source.facts, source.overlaps, source.repeatable
@@ -81,7 +72,7 @@ class StudentSource:
                 "targets": "dense",
                 "top_k": 0,
                 "num_samples": 0,
-                "temperature_range": (0.25, 20.0),
+                "temperature_range": ANY_T,
             }
             self.facts = dataclasses.replace(self.facts, **taught, teacher={"spec": teacher.name})
         self.growing: Growing | None = getattr(source, "growing", None)

@@ -15,6 +15,7 @@ from kdtrain.cache.read import reader
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.targets import ANY_T
 from kdtrain.ranks import raise_on_all_ranks
 from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
@@ -49,7 +50,7 @@ class CachedSource:
             targets=codec.kind if codec.taught else "none",
             top_k=codec.top_k,
             num_samples=codec.num_samples,
-            temperature_range=(0.25, 20.0) if span is None else (span["min"], span["max"]),
+            temperature_range=ANY_T if span is None else (span["min"], span["max"]),
             labels=manifest.knows_labels,
             teacher=settings.teacher or {},
             end_tokens=manifest.end_tokens,

@@ -17,6 +17,7 @@ from kdtrain.cache.read.mixture import common_range, refuse_unlike
 from kdtrain.data.order import MixedOrder
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.targets import ANY_T
 from kdtrain.training.sources.source import Facts, Member, Source, joined, meet
 
 
@@ -99,9 +100,9 @@ def _common(members: list[Facts]) -> dict[str, Any]:
                 )
     names = [each.name for each in members]
     refuse_unlike(names, members, [each.targets != "none" for each in members])
-    low, high = common_range(
-        names, [None if each.targets == "none" else each.temperature_range for each in members]
-    ) or (0.25, 20.0)
+    low, high = (
+        common_range(names, [None if each.targets == "none" else each.temperature_range for each in members]) or ANY_T
+    )
     targets = "none"
     if taught:
         kinds = {each.targets for each in taught}

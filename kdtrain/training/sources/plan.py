@@ -17,17 +17,17 @@ from kdtrain.cache.read.reader import LocalCache
 from kdtrain.config.choices import PLANS
 from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.data.order import permutation
-from kdtrain.data.packed import PackedRow
 from kdtrain.models.spec import ModelSpec
 from kdtrain.process import world_size
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.source import Facts, Source
 
 if TYPE_CHECKING:
+    from kdtrain.data.packed import PackedRow
     from kdtrain.teaching.online import OnlineTeacher
 
 T = TypeVar("T", bound=Callable[[Any], Any])
-Rows = Mapping[str, Iterator[PackedRow]]
+Rows = Mapping[str, "Iterator[PackedRow]"]
 """Of each split."""
 Ordered = Callable[[CacheSettings, LocalCache], tuple[CacheSettings, Rows, Callable[[int, int | None], None]]]
 """Settings and packed text of a cache -> its settings, its rows when they may be taken, and its progress."""
@@ -55,7 +55,7 @@ class DataPlan:
         return {}
 
     def prompts(
-        self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None
+        self, width: int | None, resumed: bool, rows: "Callable[[], Mapping[str, list[PackedRow]]] | None" = None
     ) -> LocalCache:
         """Write the prompts of the text into the run's folder, a cache of bare tokens; every rank calls it.
 

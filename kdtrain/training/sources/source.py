@@ -1,6 +1,6 @@
 """What a source is: sequences by index, with or without targets, and the facts that a run must know of them.
 
-A source returns batches on any device. `build_source` (`build`) completes it for a student: the batch moves to the
+A source returns batches on any device. `build.StudentSource` completes it for a student: the batch moves to the
 student's device, is checked against its vocabulary, and gets targets from an online teacher where there is one.
 Nothing after that knows where a batch came from.
 """
@@ -21,7 +21,7 @@ from einops import rearrange
 from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Order
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.mixed import MixedTargets, join
+from kdtrain.objective.targets import ANY_T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Facts:
     """Entries of sparse targets that are kept exactly."""
     num_samples: int = 0
     """Samples of the rest, for sparse targets."""
-    temperature_range: tuple[float, float] = (0.25, 20.0)
+    temperature_range: tuple[float, float] = ANY_T
     """The lowest and the highest T at which the targets are right."""
     labels: bool = True
     """Whether the targets hold the teacher's log p of each label, and not an estimate."""
@@ -165,6 +165,8 @@ def joined(parts: Sequence[Batch], members: tuple[int, ...] = (), taught: bool =
     members: the numbers of the members of a mixture that the parts are of, if the loss goes through each by itself.
     taught: whether other batches have targets; rows without any are then a part of the loss like theirs.
     """
+    from kdtrain.objective.mixed import MixedTargets, join
+
     own = [(each.loss_mask.numel(), each.targets) for each in parts]
     targets = MixedTargets(tuple(own), members) if members else join(own)
     if targets is None and taught:
