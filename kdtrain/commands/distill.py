@@ -17,7 +17,6 @@ from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported
 from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve, run_device, student_spec, table_rate
 from kdtrain.run.run import Run
-from kdtrain.tables import show
 from kdtrain.training.signals import interruptible
 from kdtrain.training.sources.cache import open_sources
 
@@ -40,7 +39,7 @@ def main(config: DistillConfig) -> int:
         outside = "stopped while not training; the same command resumes"
         log.info("interrupted; the trial run is removed" if tries else outside)
         result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
-    show(closing_page(config.out, result), result, config.json)
+    config.show(closing_page(config.out, result), result)
     return 0
 
 

@@ -15,7 +15,6 @@ from kdtrain.imports import optional
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
 from kdtrain.models.head import SplitModel
 from kdtrain.models.spec import paths_of, read_spec
-from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.facts import read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
@@ -30,7 +29,6 @@ from kdtrain.run.saved_student import (
     tokenizer_of_run,
     written_parameters,
 )
-from kdtrain.tables import show
 from kdtrain.training.state import read_saved
 
 
@@ -52,7 +50,7 @@ def main(config: ExportConfig) -> int:
 
     with process_group(torch.device("cpu"), 600.0):  # seconds that the others wait for a sign of rank 0
         result = on_main(export)
-    show(f"export {result['student']}", result, config.json)
+    config.show(f"export {result['student']}", result)
     return 0
 
 
@@ -110,8 +108,7 @@ def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
         text = "exported without a tokenizer: %s holds none; copy that of its student or teacher into %s"
         log.warning(text, of.run, config.out)
     weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
-    given: dict[str, Any] = {"tokenizer": None if of.tokenizer is None else tokenizer_files(of.tokenizer)}
-    given |= {"dtype": config.torch_dtype, "beside": of.card(weights=weights)}
+    given: dict[str, Any] = {"tokenizer": of.tokenizer, "dtype": config.torch_dtype, "beside": of.card(weights=weights)}
     more = {"base": of.base} if config.adapter else {"shard_gb": config.shard_size, "int8": config.quantize is not None}
     return given | more, {}
 

@@ -36,7 +36,7 @@ from kdtrain.models.hub import (
     revision_of,
 )
 from kdtrain.models.scratch import config_of, configuration, initialised, model_from_layers, new_model
-from kdtrain.models.spec import ADAPTER_CONFIG, LOCAL, ModelSpec, read_spec
+from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec
 from kdtrain.models.tokenizer import generation_from, savable_generation
 
 
@@ -236,7 +236,7 @@ def whole_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: int) -> PreTrainedModel:
-    if spec.kind != LOCAL:
+    if not spec.is_local:
         raise UsageError(f"{spec.name}: kind = '{spec.kind}' is of a teacher; a student's layers are local")
     if spec.init == "pretrained":
         return _pretrained(spec, dtype)

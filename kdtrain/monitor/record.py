@@ -96,6 +96,15 @@ class RunRecord:
         )
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The options of config.toml, by name."""
+        return {name: value for table in self.options.values() for name, value in as_table(table).items()}
+
+    def stated(self, table: str, name: str) -> Any:
+        """Return an entry of a table of environment.json; None where either is missing."""
+        return as_table(self.environment.get(table)).get(name)
+
+    @property
     def steps(self) -> list[Line]:
         """The lines of optimizer steps."""
         return [line for line in self.metrics if "loss" in line]

@@ -48,7 +48,7 @@ def is_tied(model):
 def test_an_exported_student_is_loaded_by_transformers_and_gives_its_logits(tmp_path, shape):
     pieces = split(tiny_model(shape).eval())
     tiny_tokenizer(300).save_pretrained(tmp_path / "tokenizer")
-    export_model(pieces, tokenizer_files(tmp_path / "tokenizer"), tmp_path / "out")
+    export_model(pieces, tmp_path / "tokenizer", tmp_path / "out")
     how = "eager" if shape == "gemma2" else None  # the default of 5.17 drops the soft cap
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation=how)
     assert torch.equal(loaded.eval()(TOKENS_BT).logits, pieces.model(TOKENS_BT).logits)

@@ -20,6 +20,7 @@ shards that are there, as a capture does.
 Shapes: N tokens, D samples of one cache, K samples of all.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.format.names import BROKEN, PIECES, TOKENIZER
+from kdtrain.cache.format.names import BROKEN, PIECES
 from kdtrain.cache.format.spec import MIXTURE
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
@@ -42,7 +43,7 @@ from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, log, printable
-from kdtrain.files import canonical_json, file_digest, json_digest
+from kdtrain.files import file_digest, json_digest
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.caches.plan import Stated, between, names, plan, refuse_rows, tokens_of, who
 
@@ -351,7 +352,7 @@ class TokenizerFiles:
     """The tokenizer in the folder of a cache, as a builder of another takes it."""
 
     def __init__(self, cache: LocalCache) -> None:
-        self._folder = cache.folder / TOKENIZER
+        self._folder = cache.tokenizer
         self._digests = cache.manifest.tokenizer_files
         self._remote = cache.remote
 
@@ -380,7 +381,7 @@ def parent_record(cache: LocalCache, weight: float = 1.0) -> dict[str, Any]:
         "weight": weight,
         "sequences": {split: each["sequences"] for split, each in manifest.splits.items()},
     }
-    if manifest.parents and len(canonical_json(manifest.parents)) < _ANCESTRY:
+    if manifest.parents and len(json.dumps(manifest.parents, separators=(",", ":"))) < _ANCESTRY:
         found["parents"] = manifest.parents
     if manifest.origin:
         found["origin"] = manifest.origin

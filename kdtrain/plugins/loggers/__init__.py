@@ -15,9 +15,10 @@ from typing import Any
 
 from kdtrain.config.registered import register_observer
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import publish_text, read_json
+from kdtrain.files import read_json
 from kdtrain.imports import optional
 from kdtrain.monitor.loggers import Logger, register_logger
+from kdtrain.outputs import OutFolder
 
 METRICS = ("train/loss", "validation/loss", "validation/kl")
 """The metrics beside the hyper-parameters in TensorBoard."""
@@ -119,7 +120,7 @@ class WeightsAndBiases(Logger):
                 f"W&B did not start: {error}; log in with wandb login, set WANDB_MODE=offline, "
                 "or leave wandb out of --log-to"
             ) from None
-        publish_text(identity, json.dumps({"id": self.run.id}) + "\n", "monitor.wandb")
+        OutFolder(folder).publish(identity.name, json.dumps({"id": self.run.id}) + "\n", "monitor.wandb")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 

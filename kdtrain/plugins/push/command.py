@@ -10,31 +10,25 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.tools.facts import CARD
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
     file_digest,
     files_below,
-    parse_json,
-    publish_json,
     read_json,
     read_sealed,
     refuse_links,
     typed,
 )
 from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
-from kdtrain.monitor.facts import is_run
+from kdtrain.monitor.facts import is_cache, is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import LOGIN, api, ask, fetch_file
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.push import PushConfig
-from kdtrain.plugins.push.cache import Upload, plan_cache
+from kdtrain.plugins.push.cache import MOST, Upload, plan_cache
 from kdtrain.plugins.push.model_card import student_card
-from kdtrain.tables import show
-
-_MOST = 2**25
-"""Bytes of a record in the repository, or beside a student, at most."""
 
 
 class _Origin(TypedDict):
@@ -61,8 +55,7 @@ def main(config: PushConfig) -> int:
         raise UsageError(f"{folder}: there is no such folder; name a cache, a run or an export")
     name = address.repository
     kind = "dataset"
-    caches = (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)
-    if any((folder / each).exists() for each in caches):
+    if is_cache(folder):
         config.refuse_missing()
     else:
         folder = _export_in(folder)
@@ -81,16 +74,16 @@ def main(config: PushConfig) -> int:
         raise UsageError(f"{address} is public; leave --private out, or make it private on the hub first")
     names = {each.rfilename for each in info.siblings or ()}
 
-    def there(file: str) -> bytes | None:
-        return fetch_file(address, file, most=_MOST, kind=kind).read_bytes() if file in names else None
+    def there(file: str) -> Path | None:
+        return fetch_file(address, file, most=MOST, kind=kind) if file in names else None
 
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as beside:
         if kind == "dataset":
-            upload = plan_cache(config, folder, address, there(cache_format.MANIFEST), Path(beside))
+            upload = plan_cache(config, folder, address, there, Path(beside))
         else:
             upload = _plan_student(folder, address, there(ORIGIN), names, Path(beside))
         files = dict(upload.files)
-        if (card := there(CARD)) is not None and not upload.owns(card):
+        if (card := there(CARD)) is not None and not upload.owns(card.read_bytes()):
             log.warning("%s has a %s that kdtrain did not write; it stays as it is", address, CARD)
             del files[CARD]
         log.info("uploading %d files of %s to %s", len(files), folder, address)
@@ -98,7 +91,7 @@ def main(config: PushConfig) -> int:
         changes += [CommitOperationDelete(file) for file in sorted(upload.remove)]
         commit = ask(address, lambda: hub.create_commit(name, changes, repo_type=kind, commit_message=upload.message))
     result = {**upload.result, "to": str(address), "url": str(url), "commit": str(commit.oid)}
-    show(f"pushed {folder}", result, config.json)
+    config.show(f"pushed {folder}", result)
     return 0
 
 
@@ -112,7 +105,7 @@ def _export_in(path: Path) -> Path:
     raise UsageError(f"{path} holds neither a cache nor an exported student; name a cache, a run or an export")
 
 
-def _plan_student(folder: Path, address: Address, there: bytes | None, names: Collection[str], beside: Path) -> Upload:
+def _plan_student(folder: Path, address: Address, there: Path | None, names: Collection[str], beside: Path) -> Upload:
     """Plan the upload of a student.
 
     Files of an earlier export that this one lacks are removed from the repository.
@@ -128,7 +121,7 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
         if name not in below or (name != CARD and file_digest(below[name]) != digest):  # a card may be edited
             raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")
     if (folder / ADAPTER_CONFIG).is_file():
-        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], _MOST).get("base_model_name_or_path")
+        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], MOST).get("base_model_name_or_path")
         if not isinstance(base, str) or not is_hub_id(base) or Path(base).exists():
             raise UsageError(
                 f"nobody else has {printable(str(base))}, the base of these adapters; publish that, and name it with "
@@ -137,8 +130,8 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
     ours = dict[str, str]()
     if there is not None:
         try:
-            ours = typed(parse_json(there.decode()), _Origin)["files"]
-        except ValueError as error:
+            ours = read_json(there, _Origin, MOST)["files"]
+        except (OSError, ValueError) as error:
             raise UsageError(f"{address}: {ORIGIN} there is not what kdtrain writes ({error})") from None
     elif other := sorted({*names} - {".gitattributes", CARD}):
         raise UsageError(
@@ -149,7 +142,7 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
     if CARD in files and file_digest(below[CARD]) == files[CARD] and (card := student_card(folder, files)) is not None:
         (beside / CARD).write_text(card, encoding="utf-8")
         stated = {**files, CARD: file_digest(beside / CARD)}
-        publish_json(beside / ORIGIN, {**record, "files": stated}, "push.origin")
+        OutFolder(beside).publish(ORIGIN, {**record, "files": stated}, "push.origin")
         sent |= {name: beside / name for name in (CARD, ORIGIN)}
     return Upload(
         sent,

@@ -23,7 +23,7 @@ from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import assign, documents_of, rank
 from kdtrain.data.formats import Columns, Document, LeftOut, row_format
 from kdtrain.data.packed import PackedRow
-from kdtrain.data.packing import Encoder, prompt_row
+from kdtrain.data.packing import Encoder
 from kdtrain.data.rows import parse_line, read_lines
 from kdtrain.errors import UsageError, log, panics_refused
 from kdtrain.files import typed
@@ -78,7 +78,7 @@ class PromptReader:
         self, prompt: list[int], answer: list[int], logprobs: list[float] | None = None, seen: list[int] | None = None
     ) -> PackedRow:
         """Make a row with the answer; where known, log p of each label and the teacher's own prompt, `seen`."""
-        found = prompt_row(prompt, seq_len=self.seq_len, max_new_tokens=len(answer), filler=self.filler)
+        found = PackedRow.prompt(prompt, seq_len=self.seq_len, max_new_tokens=len(answer), filler=self.filler)
         found.tokens[1:][found.loss_mask] = answer
         if logprobs is not None:
             found.kept[POLICY] = np.zeros(self.seq_len, np.float32)
