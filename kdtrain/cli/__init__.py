@@ -68,10 +68,12 @@ def register_command(
     )
 
 
-def register_module(name: str, config: type, module: str, **how: bool) -> None:
-    """Make `main` of a module, which is imported when it runs, the command `kdtrain NAME`.
+def register_module(
+    name: str, config: type, module: str, *, models: bool = False, resumes: bool = False, alone: bool = False
+) -> None:
+    """Make `main` of a module, which is imported when it runs, the command `kdtrain NAME`; as `register_command`.
 
-    module: `MODULE:FUNCTION` names another function of it. how: as `register_command` takes it.
+    module: `MODULE:FUNCTION` names another function of it.
     """
     path, _, function = module.partition(":")
 
@@ -80,7 +82,7 @@ def register_module(name: str, config: type, module: str, **how: bool) -> None:
         return code
 
     main.__module__ = path
-    register_command(name, config, **how)(main)
+    register_command(name, config, models=models, resumes=resumes, alone=alone)(main)
 
 
 for _name, _config in commands.COMMANDS.items():

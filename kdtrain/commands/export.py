@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config.choices import EXPORTS
@@ -12,8 +13,9 @@ from kdtrain.config.commands import ExportConfig
 from kdtrain.errors import UsageError, log
 from kdtrain.files import refuse_displacing, refuse_no_folder
 from kdtrain.imports import optional
-from kdtrain.models.export import export_lock, export_model, refuse_foreign
+from kdtrain.models.export import complete_generation, export_lock, export_model, refuse_foreign, whole_state
 from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import whole_model
 from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.monitor.facts import read_result
 from kdtrain.monitor.progress import setup_logging
@@ -98,6 +100,17 @@ class Exported(NamedTuple):
     """The base of adapters that are written alone."""
     card: Any
     """`card_files`, which lacks the `weights` and what differs by format."""
+
+    def model(self) -> Any:
+        """Return the student as transformers has it, with the settings that its tokenizer brings."""
+        model = whole_model(self.student).eval()
+        if self.tokenizer is not None:
+            complete_generation(model, self.tokenizer)
+        return model
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return its weights in --torch-dtype, adapters added to them. UsageError: one is too large for it."""
+        return whole_state(whole_model(self.student), getattr(torch, self.config.torch_dtype))
 
 
 @EXPORTS.registers("safetensors", "")

@@ -40,14 +40,14 @@ class Upload(NamedTuple):
     """Paths in the repository of files that go in the same commit."""
 
 
-def plan_cache(config: PushConfig, folder: Path, address: Address, there: Fetch, beside: Path) -> Upload:
-    """Plan the upload of a cache. there: fetches a file of the repository. beside: a folder for card and preview.
+def plan_cache(config: PushConfig, folder: Path, address: Address, fetch: Fetch, beside: Path) -> Upload:
+    """Plan the upload of a cache. fetch: fetches a file of the repository. beside: a folder for card and preview.
 
     UsageError: it is damaged or unfinished, or the repository holds another cache.
     """
     cache = kd.Cache(folder)
     manifest = cache.manifest
-    if (found := there(manifest.files[-1])) is not None:
+    if (found := fetch(manifest.files[-1])) is not None:
         try:
             other = read_json(found, dict[str, Any], MOST).get("digest")
         except (OSError, ValueError):

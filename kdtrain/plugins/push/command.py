@@ -24,7 +24,7 @@ from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
 from kdtrain.monitor.facts import is_cache, is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
-from kdtrain.net.hub import LOGIN, api, ask, fetch_file
+from kdtrain.net.hub import Repository
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.push import PushConfig
 from kdtrain.plugins.push.cache import MOST, Upload, plan_cache
@@ -43,7 +43,7 @@ def main(config: PushConfig) -> int:
     UsageError: it is damaged, unfinished or neither cache nor student, the address is none on the hub or holds
     something else, or no permission. RunError: the hub does not answer.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     setup_logging()
     folder = config.path
@@ -64,32 +64,33 @@ def main(config: PushConfig) -> int:
         if any(config.licenses.values()):
             raise UsageError("a student's licence is kdtrain export --license; leave the licences of a cache out")
     refuse_links(folder)
-    hub = api()
-    if get_token() is None:
-        raise UsageError(f"{address}: no token for the hub; {LOGIN}")
+    there = Repository(address, kind)
+    there.refuse_no_token()
     # before minutes go into digests
-    url = ask(address, lambda: hub.create_repo(name, repo_type=kind, private=config.private or None, exist_ok=True))
-    info: Any = ask(address, lambda: hub.repo_info(name, repo_type=kind))
+    private = config.private or None
+    url = there.ask(lambda hub: hub.create_repo(name, repo_type=kind, private=private, exist_ok=True))
+    info: Any = there.ask(lambda hub: hub.repo_info(name, repo_type=kind))
     if config.private and not info.private:
         raise UsageError(f"{address} is public; leave --private out, or make it private on the hub first")
     names = {each.rfilename for each in info.siblings or ()}
 
-    def there(file: str) -> Path | None:
-        return fetch_file(address, file, most=MOST, kind=kind) if file in names else None
+    def fetch(file: str) -> Path | None:
+        return there.fetch(file, MOST) if file in names else None
 
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as beside:
         if kind == "dataset":
-            upload = plan_cache(config, folder, address, there, Path(beside))
+            upload = plan_cache(config, folder, address, fetch, Path(beside))
         else:
-            upload = _plan_student(folder, address, there(ORIGIN), names, Path(beside))
+            upload = _plan_student(folder, address, fetch(ORIGIN), names, Path(beside))
         files = dict(upload.files)
-        if (card := there(CARD)) is not None and not upload.owns(card.read_bytes()):
+        if (card := fetch(CARD)) is not None and not upload.owns(card.read_bytes()):
             log.warning("%s has a %s that kdtrain did not write; it stays as it is", address, CARD)
             del files[CARD]
         log.info("uploading %d files of %s to %s", len(files), folder, address)
         changes: list[Any] = [CommitOperationAdd(file, str(path)) for file, path in files.items()]
         changes += [CommitOperationDelete(file) for file in sorted(upload.remove)]
-        commit = ask(address, lambda: hub.create_commit(name, changes, repo_type=kind, commit_message=upload.message))
+        how: dict[str, Any] = {"repo_type": kind, "commit_message": upload.message}
+        commit = there.ask(lambda hub: hub.create_commit(name, changes, **how))
     result = {**upload.result, "to": str(address), "url": str(url), "commit": str(commit.oid)}
     config.show(f"pushed {folder}", result)
     return 0

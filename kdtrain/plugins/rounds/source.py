@@ -35,7 +35,7 @@ from kdtrain.objective.batch import Batch
 from kdtrain.plugins.rounds.figures import beside_first, figures, refuse_collapse
 from kdtrain.plugins.rounds.writing import Interrupted
 from kdtrain.ranks import on_main, raise_on_all_ranks
-from kdtrain.training.sources.source import Facts, Source, joined, order_of
+from kdtrain.training.sources.source import Facts, Source, order_of
 
 STRIDE = 2**32
 """Row r of round n has the index n STRIDE + r; fixed text is round 0."""
@@ -267,7 +267,7 @@ class Rounds:
             raise RunError("stopped while the student wrote; the same command resumes")
         runs = np.split(np.arange(len(indices)), np.flatnonzero(np.diff(numbers)) + 1)
         parts = [self._part(int(numbers[run[0]]), indices[run] % STRIDE) for run in runs]
-        return joined(parts, taught=True)
+        return Batch.joined(parts, taught=True)
 
     def _part(self, number: int, rows: np.ndarray) -> Batch:
         if not number:
