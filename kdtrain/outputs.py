@@ -3,13 +3,15 @@
 `OutFolder` is what a command of a plugin needs of files that it writes; `kdtrain.files` has the rules that it follows.
 """
 
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from kdtrain import files
-from kdtrain.errors import writing
+from kdtrain.errors import making, writing
 
 
 class OutFolder:
@@ -30,6 +32,17 @@ class OutFolder:
             files.refuse_no_folder(self.path)
         else:
             files.refuse_displacing(self.path, needed)
+
+    def others(self, name: str) -> list[str]:
+        """Return the names of what is there besides the file `name` and what is hidden for it; of a file its own.
+
+        UsageError, RunError: no folder can be there, or be read.
+        """
+        with making(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                return [self.path.name]
+            found = sorted(each.name for each in self.path.iterdir()) if self.path.exists() else []
+        return [each for each in found if each != name and not each.startswith(f".{name}.")]
 
     @contextmanager
     def claimed(self, name: str, message: str) -> Iterator[None]:
@@ -54,6 +67,11 @@ class OutFolder:
     def is_claimed(self) -> bool:
         """Whether a process of this machine holds a lock in the folder."""
         return any(map(files.is_locked, self.path.glob(".*lock*")))
+
+    @property
+    def mib(self) -> float:
+        """The MiB of what is in the folder."""
+        return mib([self.path])
 
     def publish(self, name: str, content: str | dict[str, Any], label: str) -> None:
         """Publish a text, or a record with its seal, as the file `name`. RunError: the disk refuses.
@@ -92,3 +110,17 @@ class OutFolder:
         files.make_folder(self.path)
         with writing(self.path):
             files.rename_over(path, self.path / path.name)
+
+
+def mib(paths: list[Path]) -> float:
+    """Return the MiB of files and folders; a file with several names counts once, and links are not followed."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
+            try:
+                status = each.lstat()
+            except FileNotFoundError:  # removed by a run that is training
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return round(sum(sizes.values()) / 2**20, 1)

@@ -25,9 +25,8 @@ from kdtrain.data.corpus import documents_of
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.models.head import SplitModel
 from kdtrain.models.last_word import is_right, passages
-from kdtrain.models.loading import check_fits, refuse_long
+from kdtrain.models.loading import check_fits, configuration, refuse_long
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.facts import evaluations, is_run

@@ -30,10 +30,11 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, open_regular, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
 from kdtrain.monitor import facts as of_run
-from kdtrain.monitor.facts import TAIL, damage_of, evaluations, kind_of, mib, quoted, read_result, tested
+from kdtrain.monitor.facts import TAIL, damage_of, evaluations, kind_of, quoted, read_result, tested
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
 from kdtrain.net.address import Address, parse_address
+from kdtrain.outputs import mib
 from kdtrain.tables import Part, Table, duration, facts_table, loss_text, number, short, show_page, size
 
 _PARENTS = 50

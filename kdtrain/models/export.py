@@ -31,7 +31,7 @@ from kdtrain.files import (
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import adapted, refuse_overflow, whole_model
 from kdtrain.models.spec import ORIGIN, is_export
-from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer, tokenizer_files
+from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer, savable_generation, tokenizer_files
 
 
 def export_model(
@@ -147,6 +147,8 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     whole: Any = whole_model(model)
     if tokenizer is not None and whole.generation_config is not None:
         complete_generation(whole, tokenizer)
+    if whole.generation_config is not None:
+        whole.generation_config = savable_generation(whole.generation_config)
     kind = None if dtype is None else getattr(torch, dtype)
     merged = None
     state = whole_state(whole, kind)

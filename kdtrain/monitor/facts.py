@@ -6,9 +6,7 @@ All of it may come from strangers: `kdtrain.tables` escapes it, and a number tha
 """
 
 import math
-import os
 import shlex
-import stat
 import textwrap
 import time
 from collections import Counter
@@ -24,7 +22,7 @@ from kdtrain.checkpoint.store import Store
 from kdtrain.errors import RunError, UsageError, printable, warn_early
 from kdtrain.files import is_locked, read_json, read_toml, typed
 from kdtrain.monitor.progress import formula
-from kdtrain.monitor.record import RunRecord, as_finite, as_table, events
+from kdtrain.monitor.record import RunRecord, as_finite, as_table, events, text_of
 from kdtrain.monitor.rules import Signs, findings, stalled
 from kdtrain.tables import Part, Table, duration, loss_text, number, percent, short, size
 
@@ -126,20 +124,6 @@ def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
         "seconds": result.get("seconds"),
         "warnings": sum(each.level != "info" for each in record.events),
     }
-
-
-def mib(paths: list[Path]) -> float:
-    """Return the MiB of files and folders; a file with several names counts once, and links are not followed."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path in paths:
-        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
-            try:
-                status = each.lstat()
-            except FileNotFoundError:  # removed by a run that is training
-                continue
-            if not stat.S_ISDIR(status.st_mode):
-                sizes[status.st_dev, status.st_ino] = status.st_size
-    return round(sum(sizes.values()) / 2**20, 1)
 
 
 def watch_line(record: RunRecord, line: str) -> str:
@@ -371,13 +355,6 @@ EVALUATED = {
     "entropy_kept": Measure("entropy that the cells keep, %"),
 }
 """What `evaluate` measures, by its names."""
-
-
-def text_of(found: Mapping[str, Any]) -> str:
-    """Describe the text of an evaluation, and the teacher that read it too."""
-    text = f"the cache {str(found['cache'])[:12]}" if found.get("cache") else found.get("data")
-    beside = f", beside {found['teacher']}" if found.get("teacher") else ""
-    return printable(f"{found.get('sequences')} sequences of the {found.get('split')} split of {text}{beside}")[:160]
 
 
 def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

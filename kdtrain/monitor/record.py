@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kdtrain.errors import UsageError, as_path, writing
+from kdtrain.errors import UsageError, as_path, printable, writing
 from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml, typed
 from kdtrain.tables import finite
 
@@ -120,6 +120,11 @@ class RunRecord:
         return next((each for each in reversed(self.evaluations) if each.get("split") == "test"), {})
 
     @property
+    def tested_on(self) -> str | None:
+        """The text of the last test, and the teacher that read it too, in words; None without a test."""
+        return text_of(self.test) if self.test else None
+
+    @property
     def alphas(self) -> tuple[float, float] | None:
         """The mean and the last of the weights of an alpha that moves; None without one."""
         found = [value for _, value in self.curve("alpha")]
@@ -163,6 +168,13 @@ def events(folder: Path, last: int | None = None) -> Iterator[Event]:
         with suppress(ValueError):
             known = {name: (record or {}).pop(name, None) for name in ("event", "level", "step")}
             yield typed({**known, "details": record or {}}, Event)
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """Describe the text of an evaluation, and the teacher that read it too."""
+    text = f"the cache {str(found['cache'])[:12]}" if found.get("cache") else found.get("data")
+    beside = f", beside {found['teacher']}" if found.get("teacher") else ""
+    return printable(f"{found.get('sequences')} sequences of the {found.get('split')} split of {text}{beside}")[:160]
 
 
 def add_evaluation(folder: Path, found: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
-from kdtrain.cache.format.names import MANIFEST, PIECES, WRITTEN
+from kdtrain.cache.format.names import MANIFEST, WRITTEN
 from kdtrain.cache.format.spec import CodecSpec, grid_name, grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
@@ -203,7 +203,7 @@ def refined_cache(where: str) -> LocalCache:
         raise UsageError(f"--refine {where}: only a cache of samples alone can be refined; capture this one anew")
     if settings.format_version == WRITTEN:
         raise UsageError(f"--refine {where}: a student wrote its text; capture its rows with more samples instead")
-    if settings.format_version == PIECES:
+    if settings.is_in_pieces:
         raise UsageError(f"--refine {where}: it was appended or cut; refine the caches it was made of")
     if grid_offset(settings.sampling) is None:
         kind = settings.sampling or "independent"

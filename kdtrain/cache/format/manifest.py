@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.spec import CodecSpec
+from kdtrain.cache.format.spec import MIXTURE, CodecSpec
 from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
@@ -101,6 +101,24 @@ class CacheSettings:
         """Return the settings for text that a student wrote, whose log p of each label is kept. others: to change."""
         codec = replace(self.codec, written=True)
         return replace(self, codec=codec, format_version=cache_format.WRITTEN, **others)
+
+    def in_pieces(self, mixed: bool = False, **others: Any) -> "CacheSettings":
+        """Return the settings for shards of any sizes, made for other caches. others: to change.
+
+        mixed: whether their samples were drawn in several ways.
+        """
+        sampling = MIXTURE if mixed else self.sampling
+        return replace(self, sampling=sampling, sequences={}, format_version=cache_format.PIECES, **others)
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether the cache was appended or cut."""
+        return self.format_version == cache_format.PIECES
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its samples were drawn in several ways, of caches that were appended."""
+        return self.sampling == MIXTURE
 
     def fits(self, folder: Path) -> bool:
         """Return whether a folder is free for a cache of these settings, or holds one that was begun by them."""
@@ -347,7 +365,7 @@ def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:
     per_shard = settings.sequences_per_shard
-    pieces = settings.format_version == cache_format.PIECES
+    pieces = settings.is_in_pieces
     counts = [shard["sequences"] for shard in stated["shards"]]
     full = all(count == per_shard for count in counts[:-1]) and 1 <= counts[-1] <= per_shard
     whole = all(counts) if pieces else full

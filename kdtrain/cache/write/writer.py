@@ -348,7 +348,7 @@ class CacheBuilder:
         records = [record for each in sidecars.values() for record in each]
         self.rounds.broken = [name for record in records for name in record["broken"]]
         total = sum(record["sequences"] for record in records)
-        if self.settings.format_version != cache_format.PIECES:
+        if not self.settings.is_in_pieces:
             self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         names = {record["name"] for record in records}
         with writing(self.folder / cache_format.SHARDS):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.spec import MIXTURE, grid_offset
+from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.errors import UsageError, log
@@ -75,7 +75,7 @@ def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
     settings = cache.manifest.settings
     if not settings.codec.taught:
         raise UsageError(f"{cache.folder} holds tokens without targets, which verify checks")
-    if settings.sampling == MIXTURE:
+    if settings.is_mixed:
         raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
     stated = settings.teacher or {}
     in_known_format = stated.get("precision") in MODES

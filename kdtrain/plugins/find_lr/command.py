@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ import torch
 
 from kdtrain.commands.distill import foresee, train
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.values import USUAL_STEPS, configured, flag
-from kdtrain.errors import RunError, UsageError, log, making, refuse_no_path
+from kdtrain.config.values import configured, flag
+from kdtrain.errors import RunError, UsageError, log, refuse_no_path
 from kdtrain.files import read_json
-from kdtrain.models.loading import is_adapter, is_model_folder
 from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import hushed, setup_logging
 from kdtrain.outputs import OutFolder
@@ -100,14 +99,13 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
     """Lock the folder. Refuse one that holds something else."""
     out = config.out
     refuse_no_path(str(out), "--out")
-    with making(out):
-        if is_run(out):
-            raise UsageError(f"--out {out} holds a run, which find-lr leaves alone; name another folder")
-        if not (out / RECORD).is_file() and out.exists():
-            for each in out.iterdir() if out.is_dir() else [out]:
-                if not each.name.startswith(f".{RECORD}."):
-                    raise UsageError(f"--out {out} holds something else ({each.name}); name another folder")
-    stack.enter_context(OutFolder(out).claimed(RECORD, f"another process searches in {out}; wait for it"))
+    folder = OutFolder(out)
+    others = folder.others(RECORD)
+    if is_run(out):
+        raise UsageError(f"--out {out} holds a run, which find-lr leaves alone; name another folder")
+    if others and not (out / RECORD).is_file():
+        raise UsageError(f"--out {out} holds something else ({others[0]}); name another folder")
+    stack.enter_context(folder.claimed(RECORD, f"another process searches in {out}; wait for it"))
 
 
 def find_lr(config: FindLrConfig, stack: ExitStack) -> dict[str, Any]:
@@ -163,17 +161,11 @@ def _resumed(config: FindLrConfig) -> _Record | None:
 
 def _begun(config: FindLrConfig) -> _Record:
     """Prepare a new search. UsageError: data, cache or student cannot be read."""
-    start = config.checkpoint
-    run = start.load is not None and not is_model_folder(start.load) and not is_adapter(start.load)
-    if run and not start.override_opt_param_scheduler:
-        raise UsageError(
-            "--load keeps the rate of the loaded run; add --override-opt-param-scheduler to look for another"
-        )
     guess, source, sequences = foresee(config)  # text is packed by the first short run
     planned = None
     if sequences is not None or config.epochs is None:
         planned = config.total_steps(sequences or 0)
-    whole = planned or USUAL_STEPS
+    whole = planned or replace(config, epochs=None).total_steps(0)
     rungs = [config.first_steps(whole) * LONGER**rung for rung in range(RUNGS)]
     return _Record(finite(config.deciding()), guess, source, rungs, whole, planned, None, {})
 

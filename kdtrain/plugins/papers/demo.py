@@ -91,7 +91,7 @@ def _refuse_foreign(out: Path, file: Path, text: str) -> None:
     def settings(each: str) -> list[str]:
         return [line for line in each.splitlines() if not line.startswith("seeds = ")]
 
-    if out.is_dir() and not (out / "sweep.json").exists() and any(each.name != file.name for each in out.iterdir()):
+    if out.is_dir() and not (out / "sweep.json").exists() and OutFolder(out).others(file.name):
         raise UsageError(f"--out {out} holds something that is not a demo; name another folder")
     if file.exists() and settings(file.read_text(errors="replace")) != settings(text):
         raise UsageError(f"{file} is of other settings, or not of a demo; name another --out, or kdtrain sweep {file}")

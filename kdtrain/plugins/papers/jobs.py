@@ -455,9 +455,7 @@ def _note(sweep: Sweep, runner: Runner) -> None:
     try:
         before = typed(read_sealed(file) | {"digest": []}, dict[str, list[str]])
     except FileNotFoundError:
-        if not begun and any(
-            each.suffix != ".toml" and not each.name.startswith(f".{SWEEP}.") for each in sweep.out.iterdir()
-        ):
+        if not begun and any(not each.endswith(".toml") for each in out.others(SWEEP)):
             raise UsageError(f"--out {sweep.out} holds something that is not a sweep; name another folder") from None
     except (OSError, ValueError) as error:
         if not begun:

@@ -18,7 +18,7 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import options_of
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
-from kdtrain.monitor.facts import EVALUATED, Measure, text_of
+from kdtrain.monitor.facts import EVALUATED, Measure
 from kdtrain.monitor.record import SWEEP, RunRecord, arm_of, as_finite
 from kdtrain.tables import duration, short, size
 
@@ -308,6 +308,6 @@ def apart(runs: Sequence[LoggedRun], name: str) -> bool:
     """Return True if a number of the runs does not compare, because it measures different things."""
     if name == "kl" and len({run.cache for run in runs}) > 1 and len({run.estimator or run.cache for run in runs}) > 1:
         return True
-    if name.startswith("test_") and len({text_of(run.record.test) for run in runs if run.record.test}) > 1:
+    if name.startswith("test_") and len({run.record.tested_on for run in runs} - {None}) > 1:
         return True
     return MEASURES[name].by_token and len({run.tokenizer for run in runs} - {None}) > 1

@@ -11,9 +11,10 @@ from rich.console import Group as Together
 from rich.live import Live
 
 from kdtrain.errors import RunError, UsageError, log
-from kdtrain.monitor.facts import ENDED, mib, run_row
+from kdtrain.monitor.facts import ENDED, run_row
 from kdtrain.monitor.progress import bar, console, setup_logging
 from kdtrain.monitor.record import RunRecord
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.papers import SweepConfig
 from kdtrain.plugins.papers.compare import compare
 from kdtrain.plugins.papers.groups import Group, read_groups
@@ -54,7 +55,7 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
     jobs = [*sweep.caches, *sweep.runs]
     for job in sweep.runs:
         if job.done and (row := _row(job)) and row["state"] in ENDED:
-            known[job.arm] = {"seconds": row["seconds"], "MiB": mib([job.config.out]), "how": f"as {job.name}"}
+            known[job.arm] = {"seconds": row["seconds"], "MiB": OutFolder(job.config.out).mib, "how": f"as {job.name}"}
     missing = {str(each.config.out): each.name for each in sweep.caches if not each.done}
     most = max(2 * job.config.batch_size for job in sweep.runs)
     with TemporaryDirectory() as folder, bar("measure", len(jobs), unit="commands") as shown:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from kdtrain.cache.read.reader import CacheReader, open_cache
 from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
-from kdtrain.models.loading import check_fits, load_teacher, model_digest, plain_config
-from kdtrain.models.scratch import configuration, parameter_count
+from kdtrain.models.loading import configuration, model_digest, parameter_count, plain_config
 from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.models.tokenizer import digest_of
 from kdtrain.monitor.progress import bar, setup_logging
@@ -77,11 +77,12 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
     if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:
         raise UsageError(f"--cache {cache.name} is of another tokenizer than {spec.name}; give a cache of the same")
-    model = load_teacher(spec, str(device))
+    teacher = LocalTeacher(replace(spec, weights=None), device, mode)
+    teacher.load()
+    model = teacher.model.model
     weights = model_digest(model, torch.float32)
     identity = json_digest({"weights": weights, "architecture": plain_config(model.config)})
-    teacher = _running(model, mode)
-    check_fits(teacher.model, spec.name, settings.seq_len, settings.document_mask)
+    teacher.check(settings.seq_len, settings.document_mask)
 
     sequences = min(config.num_sequences, len(reader))
     subject = Subject(teacher=identity, cache=cache.manifest.digest, sequences=sequences, precision=mode)

@@ -33,7 +33,7 @@ from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.sections import CodecConfig
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest
-from kdtrain.models.scratch import configuration
+from kdtrain.models.loading import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.served.answers import Arrays, Span, answers_of, spans_of
