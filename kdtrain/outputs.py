@@ -26,7 +26,7 @@ class OutFolder:
     def refuse(self, needed: Mapping[str, Path | str | None] | None = None) -> None:
         """Refuse a path where no folder can be made; or with `needed`, a folder that must not be replaced.
 
-        needed: paths that the command reads, by the words that name them. UsageError, RunError: says why.
+        needed: paths that the command reads, by the words that name them. UsageError, RunError: names the reason.
         """
         if needed is None:
             files.refuse_no_folder(self.path)
