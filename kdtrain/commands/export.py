@@ -109,7 +109,7 @@ class Exported(NamedTuple):
         return model
 
     def weights(self) -> dict[str, Tensor]:
-        """Return its weights in --torch-dtype, adapters added to them. UsageError: one is too large for it."""
+        """Return its weights in the requested dtype, adapters added to them. UsageError: one is too large for it."""
         return whole_state(whole_model(self.student), getattr(torch, self.config.torch_dtype))
 
 

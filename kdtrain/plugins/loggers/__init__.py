@@ -18,7 +18,6 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json
 from kdtrain.imports import optional
 from kdtrain.monitor.loggers import Logger, register_logger
-from kdtrain.outputs import OutFolder
 
 METRICS = ("train/loss", "validation/loss", "validation/kl")
 """The metrics beside the hyper-parameters in TensorBoard."""
@@ -96,6 +95,7 @@ class WeightsAndBiases(Logger):
 
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
         from kdtrain.monitor.record import arm_of
+        from kdtrain.outputs import OutFolder
 
         self.wandb: Any = importlib.import_module("wandb")
         identity = folder / "wandb.json"
