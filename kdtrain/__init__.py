@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from kdtrain.monitor.loggers import Logger as Logger
     from kdtrain.monitor.loggers import register_logger as register_logger
     from kdtrain.monitor.record import RunRecord as RunRecord
-    from kdtrain.monitor.runs import runs as runs
     from kdtrain.objective.divergence import register_divergence as register_divergence
     from kdtrain.objective.loss import DistillationLoss as DistillationLoss
     from kdtrain.objective.loss import LossOutput as LossOutput
@@ -87,7 +86,6 @@ _HOME = {
     "kdtrain.models.output_head": ("Head",),
     "kdtrain.monitor.loggers": ("Logger", "register_logger"),
     "kdtrain.monitor.record": ("RunRecord",),
-    "kdtrain.monitor.runs": ("runs",),
     "kdtrain.objective.divergence": ("register_divergence",),
     "kdtrain.objective.loss": ("DistillationLoss", "LossOutput", "distillation_loss"),
     "kdtrain.objective.tails": ("register_tail",),

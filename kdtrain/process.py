@@ -92,3 +92,13 @@ def refuse_impossible_launch() -> None:
         raise UsageError(
             f"RANK={found['RANK']} in the environment, with WORLD_SIZE={found['WORLD_SIZE']}; use torchrun"
         )
+
+
+def refuse_many_processes() -> None:
+    """Refuse to be one of several processes, in a command for a single one.
+
+    Raises:
+        UsageError: torchrun or another launcher has started more.
+    """
+    if world_size() > 1:
+        raise reported(UsageError("several processes were started, and only one is supported; leave torchrun out"))

@@ -80,16 +80,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def refuse_many_processes() -> None:
-    """Refuse to be one of several processes, in a command for a single one.
-
-    Raises:
-        UsageError: torchrun or another launcher has started more.
-    """
-    if world_size() > 1:
-        raise reported(UsageError("several processes were started, and only one is supported; leave torchrun out"))
-
-
 def stop_when_joined(number: int) -> bool:
     """Keep the signal `number` until the ranks form a group, so that all stop alike.
 

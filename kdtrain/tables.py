@@ -22,6 +22,9 @@ from rich.text import Text
 from kdtrain.errors import printable
 from kdtrain.process import is_main
 
+_FOLDED = 20
+"""Columns of a terminal that a column of text has at least; with less a table is shown in parts."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -37,21 +40,56 @@ class Table:
     kept: int = 1
     """Columns that are repeated where the table is too wide for a terminal, and is shown in parts."""
 
+    @classmethod
+    def of(cls, header: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[str] = ()) -> "Table":
+        """Return a table of anything; numbers as people write them."""
+        cells = [[each if isinstance(each, str) else _text(each, True) for each in row] for row in rows]
+        return cls(header, cells, left)
+
     def transposed(self) -> "Table":
         """Return the table with its rows as columns."""
         header, *rows = zip(self.header, *self.rows, strict=True)
         return Table(header, rows, header[:1], {(at - 1, row + 1) for row, at in self.bold})
 
+    def drawn(self, width: int) -> Iterator[RichTable]:
+        """Yield the table for a terminal; as several with the same first columns where it is wider than `width`.
 
-_FOLDED = 20
-"""Columns of a terminal that a column of text has at least; with less a table is shown in parts."""
+        A last column of text may be broken, and each where all are; a number is never cut.
+        """
+        texts = [name in self.left for name in self.header]
+        folds = [all(texts) or (text and place == len(texts) - 1) for place, text in enumerate(texts)]
+        cells = [(name, *column) for name, *column in zip(self.header, *self.rows, strict=True)]
+        longest = (max(cell_len(line) for each in column for line in each.split("\n")) for column in cells)
+        least = [min(size, _FOLDED) if fold else size for size, fold in zip(longest, folds, strict=True)]
+        parts = [[*range(self.kept)]]
+        for place in range(self.kept, len(texts)):
+            if len(parts[-1]) > self.kept and sum(least[each] + 2 for each in [*parts[-1], place]) > width + 2:
+                parts.append([*range(self.kept)])
+            parts[-1].append(place)
+        for part in parts:
+            drawn = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(self.header))
+            for each in part:
+                look: Any = {
+                    "justify": "left" if texts[each] else "right",
+                    "no_wrap": not folds[each],
+                    "overflow": "fold",
+                }
+                drawn.add_column(literal(self.header[each]), header_style="bold", min_width=least[each], **look)
+            for row, line in enumerate(self.rows):
+                drawn.add_row(*(literal(line[each], "bold" if (row, each) in self.bold else "") for each in part))
+            yield drawn
+
+    def markdown(self) -> Iterator[str]:
+        """Yield the lines of the table in Markdown."""
+        yield "|" + "|".join(f" {markdown_text(name)} " if name else " " for name in self.header) + "|"
+        yield "|---" * len(self.header) + "|"
+        for place, row in enumerate(self.rows):
+            cells = enumerate(markdown_text(each) for each in row)
+            yield f"| {' | '.join(f'**{each}**' if (place, at) in self.bold else each for at, each in cells)} |"
+
+
 Part = str | Table
 """A line of a page, or a table."""
-
-
-def columns(header: Sequence[str], rows: Iterable[Sequence[Any]], left: Collection[str] = ()) -> Table:
-    """Return a table of anything; numbers as people write them."""
-    return Table(header, [[each if isinstance(each, str) else _text(each, True) for each in row] for row in rows], left)
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
@@ -79,43 +117,9 @@ def show_page(parts: Iterable[Part], wrapped: bool = False) -> None:
             if isinstance(part, str):
                 console.print(literal(part), soft_wrap=not (wrapped and console.is_terminal))
             else:
-                for place, table in enumerate(drawn(part, console.width)):
+                for place, table in enumerate(part.drawn(console.width)):
                     shown = ("", table) if place else (table,)
                     console.print(*shown, sep="\n", soft_wrap=True)
-
-
-def drawn(table: Table, width: int) -> Iterator[RichTable]:
-    """Yield a table for a terminal; as several with the same first columns where it is wider than `width`.
-
-    A last column of text may be broken, and each where all are; a number is never cut.
-    """
-    texts = [name in table.left for name in table.header]
-    folds = [all(texts) or (text and place == len(texts) - 1) for place, text in enumerate(texts)]
-    cells = [(name, *column) for name, *column in zip(table.header, *table.rows, strict=True)]
-    longest = (max(cell_len(line) for each in column for line in each.split("\n")) for column in cells)
-    least = [min(size, _FOLDED) if fold else size for size, fold in zip(longest, folds, strict=True)]
-    parts = [[*range(table.kept)]]
-    for place in range(table.kept, len(texts)):
-        if len(parts[-1]) > table.kept and sum(least[each] + 2 for each in [*parts[-1], place]) > width + 2:
-            parts.append([*range(table.kept)])
-        parts[-1].append(place)
-    for part in parts:
-        drawn = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(table.header))
-        for each in part:
-            look: Any = {"justify": "left" if texts[each] else "right", "no_wrap": not folds[each], "overflow": "fold"}
-            drawn.add_column(literal(table.header[each]), header_style="bold", min_width=least[each], **look)
-        for row, line in enumerate(table.rows):
-            drawn.add_row(*(literal(line[each], "bold" if (row, each) in table.bold else "") for each in part))
-        yield drawn
-
-
-def markdown(table: Table) -> Iterator[str]:
-    """Yield the lines of a table in Markdown."""
-    yield "|" + "|".join(f" {markdown_text(name)} " if name else " " for name in table.header) + "|"
-    yield "|---" * len(table.header) + "|"
-    for place, row in enumerate(table.rows):
-        cells = (markdown_text(each) for each in row)
-        yield f"| {' | '.join(f'**{each}**' if (place, at) in table.bold else each for at, each in enumerate(cells))} |"
 
 
 def markdown_text(value: Any) -> str:

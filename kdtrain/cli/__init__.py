@@ -33,6 +33,8 @@ _WITHOUT_MODELS = ("completion", "inspect", "verify")
 """Built-in commands that load no model, and so run under `python -OO`."""
 _RESUMING = ("cache-teacher", "distill")
 """Built-in commands that keep what an interrupted one has done."""
+_ALONE = ("chat", "evaluate", "generate")
+"""Built-in commands of a single process."""
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Read by transformers when it is imported, which commands without a model do not wait for."""
 _ORDER = (
@@ -45,7 +47,7 @@ _NARROWEST = 40
 
 
 def register_command(
-    name: str, config: type, *, help: str = "", models: bool = False, resumes: bool = False
+    name: str, config: type, *, help: str = "", models: bool = False, resumes: bool = False, alone: bool = False
 ) -> Callable[[Main], Main]:
     """Return a decorator that makes a function the command `kdtrain NAME`.
 
@@ -55,15 +57,20 @@ def register_command(
         help: its line in `kdtrain --help`; by default the first line of the configuration's docstring.
         models: whether it loads models.
         resumes: whether the same command resumes an interrupted one.
+        alone: whether it refuses to be one of several processes.
 
     Raises:
         UsageError: another module has registered this name, or a section of the configuration holds a section.
     """
     options_of(config, sections={})
-    return COMMANDS.registers(name, help or first_line(config), lambda main: Command(config, main, models, resumes))
+    return COMMANDS.registers(
+        name, help or first_line(config), lambda main: Command(config, main, models, resumes, alone)
+    )
 
 
-def register_module(name: str, config: type, module: str, *, models: bool = False, resumes: bool = False) -> None:
+def register_module(
+    name: str, config: type, module: str, *, models: bool = False, resumes: bool = False, alone: bool = False
+) -> None:
     """Make `main` of a module, which is imported when it runs, the command `kdtrain NAME`; as `register_command`.
 
     module: `MODULE:FUNCTION` names another function of it.
@@ -75,13 +82,14 @@ def register_module(name: str, config: type, module: str, *, models: bool = Fals
         return code
 
     main.__module__ = path
-    register_command(name, config, models=models, resumes=resumes)(main)
+    register_command(name, config, models=models, resumes=resumes, alone=alone)(main)
 
 
 for _name, _config in commands.COMMANDS.items():
     _module = "generate:chat" if _name == "chat" else _name.replace("-", "_")
     _module = f"kdtrain.commands.{_module}"
-    register_module(_name, _config, _module, models=_name not in _WITHOUT_MODELS, resumes=_name in _RESUMING)
+    _how = {"models": _name not in _WITHOUT_MODELS, "resumes": _name in _RESUMING, "alone": _name in _ALONE}
+    register_module(_name, _config, _module, **_how)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -126,6 +134,8 @@ def main(argv: list[str] | None = None) -> None:
                 raise UsageError(f"torch reads the entry points of the package {name} too, and fails; uninstall it")
             if COMMANDS.get(command).models and sys.flags.optimize > 1:
                 raise UsageError("python -OO removes the docstrings that transformers needs to load a model; use -O")
+            if COMMANDS.get(command).alone:
+                process.refuse_many_processes()
             code = COMMANDS.get(command).main(config) or 0
             sys.stdout.flush()
             raise SystemExit(code)

@@ -14,7 +14,7 @@ from kdtrain.parallel.agreement import same_ranks
 from kdtrain.ranks import is_main, on_main, peak_memory_mb, pick_device, reported, world_size
 from kdtrain.run.baselines import label_loss
 from kdtrain.run.capture import capture
-from kdtrain.tables import duration, show, size
+from kdtrain.tables import duration, size
 from kdtrain.training.signals import interruptible
 
 
@@ -28,7 +28,7 @@ def main(config: CacheTeacherConfig) -> int:
     with interruptible() if config.dry_run else nullcontext():  # a killed build leaves nothing to remove
         plan = build_among_ranks(config, wait=False)
     if plan is not None:
-        show(f"cache-teacher {config.out}, dry run", plan, config.json)
+        config.show(f"cache-teacher {config.out}, dry run", plan)
         return 0
     if is_main():
         cache = LocalCache(config.out)

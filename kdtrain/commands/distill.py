@@ -10,13 +10,13 @@ from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import configured
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.imports import quiet_libraries
+from kdtrain.models.loading import is_adapter, is_model_folder
 from kdtrain.monitor.facts import closing_page, is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks, reported, world_size
 from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve, run_device, student_spec, table_rate
 from kdtrain.run.run import Run
-from kdtrain.tables import show
 from kdtrain.training.signals import interruptible
 from kdtrain.training.sources.cache import open_sources
 
@@ -39,7 +39,7 @@ def main(config: DistillConfig) -> int:
         outside = "stopped while not training; the same command resumes"
         log.info("interrupted; the trial run is removed" if tries else outside)
         result = {"run": str(config.out), "stop_reason": "signal", "stopped_by": str(interrupt) or "SIGINT"}
-    show(closing_page(config.out, result), result, config.json)
+    config.show(closing_page(config.out, result), result)
     return 0
 
 
@@ -80,8 +80,14 @@ def distill(config: DistillConfig | None = None, **options: Any) -> dict[str, An
 def foresee(config: DistillConfig) -> tuple[float, str, int | None]:
     """Return the rate of a run's --lr, where it is from, and the run's sequences; None: its text is not packed yet.
 
-    UsageError: cache or student cannot be read.
+    UsageError: cache or student cannot be read, or the rate is that of a loaded run.
     """
+    start = config.checkpoint
+    run = start.load is not None and not is_model_folder(start.load) and not is_adapter(start.load)
+    if run and not start.override_opt_param_scheduler:
+        raise UsageError(
+            "--load keeps the rate of the loaded run; add --override-opt-param-scheduler to look for another"
+        )
     student = student_spec(config)
     size = sequences = None
     if config.data.data is None and not config.cross_tokenizer:

@@ -25,24 +25,21 @@ from kdtrain.data.corpus import documents_of
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.models.head import SplitModel
 from kdtrain.models.last_word import is_right, passages
-from kdtrain.models.loading import check_fits, refuse_long
+from kdtrain.models.loading import check_fits, configuration, refuse_long
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
-from kdtrain.monitor.facts import is_run
+from kdtrain.monitor.facts import evaluations, is_run
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.monitor.record import add_evaluation
-from kdtrain.monitor.runs import evaluations
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.precision.modes import pick_mode
-from kdtrain.ranks import pick_device, refuse_many_processes
+from kdtrain.ranks import pick_device
 from kdtrain.run.build_cache import build_tokens, decided, refuse_no_rows
 from kdtrain.run.saved_student import open_student, run_of, tokenizer_place
 from kdtrain.run.tokenizer_view import differ, entries
-from kdtrain.tables import show
-from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
+from kdtrain.teaching.online import OnlineTeacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import StudentSource
@@ -58,14 +55,13 @@ def main(config: EvaluateConfig) -> int:
     UsageError, RunError: as `evaluate`.
     """
     setup_logging()
-    refuse_many_processes()
     if config.dry_run:
         for name in config.student:
             _refuse_text(config, name)
-        show("evaluate, dry run", {"students": list(config.student)}, config.json)
+        config.show("evaluate, dry run", {"students": list(config.student)})
         return 0
     results = [evaluate(config, name) for name in config.student]
-    show(evaluations(results), results[0] if len(results) == 1 else {"students": results}, config.json)
+    config.show(evaluations(results), results[0] if len(results) == 1 else {"students": results})
     return 0
 
 
@@ -201,7 +197,7 @@ def _source(
             text = {"split": config.data.split, "data": config.data.data, "teacher": config.teacher}
             if config.teacher is not None:
                 spec = read_spec(config.teacher, "teachers")
-                teacher = open_online_teacher(spec, device, mode)
+                teacher = OnlineTeacher.open(spec, device, mode)
                 teacher.load()
                 checks.append(teacher.check)
                 teacher.check(config.data.seq_len, config.data.document_mask is True)

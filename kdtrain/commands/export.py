@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kdtrain.checkpoint.sealed import read_checkpoint
 from kdtrain.config.choices import EXPORTS
@@ -12,10 +13,10 @@ from kdtrain.config.commands import ExportConfig
 from kdtrain.errors import UsageError, log
 from kdtrain.files import refuse_displacing, refuse_no_folder
 from kdtrain.imports import optional
-from kdtrain.models.export import export_lock, export_model, refuse_foreign
+from kdtrain.models.export import complete_generation, export_lock, export_model, refuse_foreign, whole_state
 from kdtrain.models.head import SplitModel
+from kdtrain.models.loading import whole_model
 from kdtrain.models.spec import paths_of, read_spec
-from kdtrain.models.tokenizer import tokenizer_files
 from kdtrain.monitor.facts import read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
@@ -30,7 +31,6 @@ from kdtrain.run.saved_student import (
     tokenizer_of_run,
     written_parameters,
 )
-from kdtrain.tables import show
 from kdtrain.training.state import read_saved
 
 
@@ -52,7 +52,7 @@ def main(config: ExportConfig) -> int:
 
     with process_group(torch.device("cpu"), 600.0):  # seconds that the others wait for a sign of rank 0
         result = on_main(export)
-    show(f"export {result['student']}", result, config.json)
+    config.show(f"export {result['student']}", result)
     return 0
 
 
@@ -101,6 +101,17 @@ class Exported(NamedTuple):
     card: Any
     """`card_files`, which lacks the `weights` and what differs by format."""
 
+    def model(self) -> Any:
+        """Return the student as transformers has it, with the settings that its tokenizer brings."""
+        model = whole_model(self.student).eval()
+        if self.tokenizer is not None:
+            complete_generation(model, self.tokenizer)
+        return model
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return its weights in the requested dtype, adapters added to them. UsageError: one is too large for it."""
+        return whole_state(whole_model(self.student), getattr(torch, self.config.torch_dtype))
+
 
 @EXPORTS.registers("safetensors", "")
 def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -110,8 +121,7 @@ def _folder(of: Exported) -> tuple[dict[str, Any], dict[str, Any]]:
         text = "exported without a tokenizer: %s holds none; copy that of its student or teacher into %s"
         log.warning(text, of.run, config.out)
     weights = config.torch_dtype if config.quantize is None else f"int8, the rest {config.torch_dtype}"
-    given: dict[str, Any] = {"tokenizer": None if of.tokenizer is None else tokenizer_files(of.tokenizer)}
-    given |= {"dtype": config.torch_dtype, "beside": of.card(weights=weights)}
+    given: dict[str, Any] = {"tokenizer": of.tokenizer, "dtype": config.torch_dtype, "beside": of.card(weights=weights)}
     more = {"base": of.base} if config.adapter else {"shard_gb": config.shard_size, "int8": config.quantize is not None}
     return given | more, {}
 

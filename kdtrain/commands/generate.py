@@ -27,7 +27,7 @@ from kdtrain.models.generate import decoding, generate
 from kdtrain.models.loading import max_positions
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.monitor.progress import setup_logging
-from kdtrain.ranks import pick_device, refuse_many_processes
+from kdtrain.ranks import pick_device
 from kdtrain.run.saved_student import open_student
 from kdtrain.tables import show
 
@@ -38,7 +38,6 @@ def main(config: GenerateConfig) -> int:
     UsageError: the student has no tokenizer, or the prompt no tokens or too many. RunError: the logits are non-finite.
     """
     setup_logging()
-    refuse_many_processes()
     with ExitStack() as held:
         writer = _Writer(config.student, config, held)
         tokenizer = writer.tokenizer
@@ -64,7 +63,6 @@ def chat(config: ChatConfig) -> int:
     UsageError: a model has no chat template, or a turn cannot be read. RunError: the logits are non-finite.
     """
     setup_logging()
-    refuse_many_processes()
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not config.json
     if terminal:
         with suppress(ImportError):  # of a Python without it, whose lines cannot be edited

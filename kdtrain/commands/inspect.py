@@ -30,12 +30,12 @@ from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, open_regular, read_json, typed
 from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
 from kdtrain.monitor import facts as of_run
-from kdtrain.monitor.facts import TAIL, damage_of, kind_of, mib, quoted, read_result
+from kdtrain.monitor.facts import TAIL, damage_of, evaluations, kind_of, quoted, read_result, tested
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.monitor.record import RunRecord, as_table
-from kdtrain.monitor.runs import evaluations, tested
 from kdtrain.net.address import Address, parse_address
-from kdtrain.tables import Part, columns, duration, facts_table, loss_text, number, short, show, show_page, size
+from kdtrain.outputs import mib
+from kdtrain.tables import Part, Table, duration, facts_table, loss_text, number, short, show_page, size
 
 _PARENTS = 50
 """Most parents of a cache that a page lists."""
@@ -49,7 +49,7 @@ def main(config: InspectConfig) -> int:
     """
     setup_logging()
     if config.hardware:
-        show("hardware", hardware(), config.json)
+        config.show("hardware", hardware())
         return 0
     assert config.path is not None
     address = parse_address(config.path)
@@ -60,7 +60,7 @@ def main(config: InspectConfig) -> int:
         return _watch(path, kind)
     with _as_written(path):
         facts, page = _PAGES[kind](path) if address is None else _remote(address)
-        show(f"{kind} {path}" if page is None else page, facts, config.json)
+        config.show(f"{kind} {path}" if page is None else page, facts)
     return 0
 
 
@@ -239,7 +239,7 @@ def _run_page(path: Path, known: Mapping[str, Any], record: RunRecord) -> Iterat
             notes += [verdict] if (verdict := str(row.get("verdict"))) != "ok" else []
             losses = (loss_text(row.get(each)) for each in ("loss", "validation_loss"))
             rows.append((name, *losses, str(row.get("written") or "-")[:16], size(row.get("MiB")), ", ".join(notes)))
-        yield columns(("checkpoint", "train", "val", "written", "size", ""), rows, left=("checkpoint", ""))
+        yield Table.of(("checkpoint", "train", "val", "written", "size", ""), rows, left=("checkpoint", ""))
         damaged = sum(row.get("verdict") != "ok" for row in checkpoints.values())
         sound = "all whole" if not damaged else f"{damaged} damaged: kdtrain verify {quoted(path)}"
         one = "checkpoint" if len(checkpoints) == 1 else "checkpoints"
@@ -346,7 +346,7 @@ def _folder(path: Path) -> _Found:
     def page() -> Iterator[Part]:
         if runs:
             titles = ("run", "student", "cache", "state", "step", "val", "teacher", "test", "time", "warn")
-            yield columns(titles, [_run_cells(name, row) for name, row in runs.items()], left=titles[:4])
+            yield Table.of(titles, [_run_cells(name, row) for name, row in runs.items()], left=titles[:4])
             yield from tested([row["test"] for row in runs.values() if row.get("test")])
         if caches:
             yield "" if runs else f"{path}:"
@@ -357,7 +357,7 @@ def _folder(path: Path) -> _Found:
             ]
             heads = ("cache", "teacher", "kept", "tokens", "bytes per token")
             if rows:
-                yield columns(heads, rows, left=heads[:3])
+                yield Table.of(heads, rows, left=heads[:3])
             shown = ((name, [row[key] for key in ("state", "progress") if key in row]) for name, row in caches.items())
             yield from (f"{name}: {', '.join(parts)}" for name, parts in shown if parts)
 
@@ -415,7 +415,7 @@ def _aside_lines(record: Mapping[str, Any]) -> Iterator[Part]:
     if found := record.get("set aside (MiB)"):
         yield from ("", f"set aside, {size(found['in all'])}; remove what you no longer need:")
         rows = [(f"  {each}", size(mib)) for each, mib in found.items() if each != "in all"]
-        yield columns(("  path", "size"), rows, left=("  path",))
+        yield Table.of(("  path", "size"), rows, left=("  path",))
 
 
 def _row(store: Store, entry: tiers.CheckpointEntry) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kdtrain.cache.read.reader import open_cache
 from kdtrain.cache.read.remote import open_remote
-from kdtrain.cache.tools.self_check import look
+from kdtrain.cache.tools.self_check import Look
 from kdtrain.cache.tools.verify import repair, verify_cache
 from kdtrain.checkpoint.sealed import checkpoint_at, read_checkpoint
 from kdtrain.checkpoint.store import Store
@@ -19,7 +19,7 @@ from kdtrain.errors import log
 from kdtrain.monitor.facts import damage_of, kind_of
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import parse_address
-from kdtrain.tables import counted, number, show
+from kdtrain.tables import counted, number
 from kdtrain.tokenizers.view_format import OWN, own_data, verify_view
 
 
@@ -59,14 +59,14 @@ def main(config: VerifyConfig) -> int:
         result |= {**found, "ok": not findings, "findings": findings}
     wrong = [*problems, *result.get("findings", ())]
     verdict = f"not ok, {counted(len(wrong), 'finding')}" if wrong else "ok, nothing is damaged"
-    show([f"{path}: {kind} {verdict}", *page], result, config.json, wrapped=True)
+    config.show([f"{path}: {kind} {verdict}", *page], result, wrapped=True)
     return 0 if result["ok"] else 1
 
 
 def _content(config: VerifyConfig) -> tuple[dict[str, Any], list[str], list[str]]:
     """Check whether a sound cache can be right: return a record, the findings, and a page."""
     cache = open_cache(config.path)
-    seen = look(cache)
+    seen = Look.at(cache)
     if seen is None:
         return {}, [], ["it holds no targets of tokens that count to look at"]
     alignment = "" if seen.alignment.shift else f"; {seen.alignment}"

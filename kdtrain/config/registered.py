@@ -35,6 +35,8 @@ class Command:
     """Whether it loads models, which `python -OO` prevents."""
     resumes: bool = False
     """Whether the same command resumes an interrupted one."""
+    alone: bool = False
+    """Whether it refuses to be one of several processes."""
 
 
 def register_section(name: str, kinds: Mapping[str, type]) -> None:

@@ -104,6 +104,11 @@ class Option:
         return f" [{' '.join(map(str, default)) if isinstance(default, tuple | list) else default}]"
 
     @property
+    def written(self) -> Any:
+        """The default as files hold it; None where there is none."""
+        return None if self.required else written(self.field, self.default)
+
+    @property
     def several(self) -> Any:
         """True if the flag is given again for each value; a comma if commas may join the values."""
         return self.field.metadata.get("several", False)
@@ -275,6 +280,12 @@ class Printed(Options):
 
     json: bool = option(False, free=True, per_rank=True)
     """Print one JSON object on stdout, logs on stderr."""
+
+    def show(self, page: Any, record: Mapping[str, Any], wrapped: bool = False) -> None:
+        """Print the result of the command on stdout, on rank 0: its record with --json, else a page (`tables.show`)."""
+        from kdtrain.tables import show  # with rich, for which no mistake waits
+
+        show(page, record, self.json, wrapped)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,16 @@ class Document:
     prompt: int = 0
     teacher_prompt: Any = None
 
+    @classmethod
+    def of_prompt(cls, key: str, given: Any) -> "Document | None":
+        """Make the document of a prompt alone: a text, or a list of messages; None if it is neither."""
+        form = row_format("", Columns(format="prompt-completion", prompts=True), ("prompt", "completion"))
+        try:
+            form.convert(key, {"prompt": given})
+        except LeftOut as why:
+            return why.prompt
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:

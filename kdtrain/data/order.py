@@ -69,9 +69,9 @@ class Order:
     """What a rank reads of a step, as it cuts it into micro-batches."""
 
     @classmethod
-    def shuffled(cls, seed: int, n: int) -> "Order":
+    def shuffled(cls, seed: int, n: int, stream: int = 0) -> "Order":
         """Return the order in which every epoch of `n` sequences is shuffled anew."""
-        return cls(partial(batch, seed, n=n))
+        return cls(partial(batch, seed, n=n, stream=stream))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,18 @@ class PackedRow:
     segments: _Array
     kept: dict[str, _Array] = field(default_factory=dict)
 
+    @classmethod
+    def prompt(cls, prompt: list[int], *, seq_len: int, max_new_tokens: int | None, filler: int) -> "PackedRow":
+        """Make a row that begins with a prompt, for text of at most `max_new_tokens` behind it.
+
+        `loss_mask` is true for the labels that may be written; their tokens, like all behind them, are `filler`.
+        """
+        tokens = np.full(seq_len + 1, filler, dtype=np.int32)
+        mask = np.zeros(seq_len, dtype=np.bool_)
+        tokens[: len(prompt)] = prompt
+        mask[len(prompt) - 1 :][:max_new_tokens] = True
+        return cls(tokens, mask, np.zeros(seq_len, dtype=np.int32))
+
 
 def rows_of(stream: Iterable[_Array], seq_len: int, document_mask: bool) -> Iterator[PackedRow]:
     """Cut parts of a stream of tokens, arrays with the fields of `STREAM`, into rows.

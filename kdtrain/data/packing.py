@@ -117,20 +117,11 @@ def prompt_rows(
 
     UsageError: as `packed_rows`.
     """
-    row = functools.partial(prompt_row, seq_len=data.seq_len, max_new_tokens=max_new_tokens, filler=filler)
+    row = functools.partial(PackedRow.prompt, seq_len=data.seq_len, max_new_tokens=max_new_tokens, filler=filler)
     if prompt_tokens is None:
         return itertools.islice(map(row, _before_answers(data, split_name, tokenizer)), limit)
     packed = packed_rows(data, split_name, tokenizer, limit)
     return (row(each.tokens[:prompt_tokens].tolist()) for each in packed)
-
-
-def prompt_row(prompt: list[int], *, seq_len: int, max_new_tokens: int | None, filler: int) -> PackedRow:
-    """Make a row of `prompt_rows`."""
-    tokens = np.full(seq_len + 1, filler, dtype=np.int32)
-    mask = np.zeros(seq_len, dtype=np.bool_)
-    tokens[: len(prompt)] = prompt
-    mask[len(prompt) - 1 :][:max_new_tokens] = True
-    return PackedRow(tokens, mask, np.zeros(seq_len, dtype=np.int32))
 
 
 def _before_answers(data: DataConfig, split_name: str, tokenizer: "PreTrainedTokenizerFast") -> Iterator[list[int]]:

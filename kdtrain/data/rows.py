@@ -98,6 +98,34 @@ def readable(source: str) -> Iterator[None]:
         raise UsageError(f"{source}: cannot be read: {reason}") from error
 
 
+class RowFile:
+    """A file of jsonl or parquet as values of JSON or batches of arrow; it may be anyone's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_parquet = path.suffix == ".parquet"
+
+    def __len__(self) -> int:
+        """Count the rows; of parquet by its metadata. UsageError: it cannot be read."""
+        with readable(str(self.path)):
+            return sum(1 for _ in (read_rows if self.is_parquet else read_lines)(self.path))
+
+    def names(self) -> list[str]:
+        """Return the names of the first row's columns. UsageError: it cannot be read."""
+        return [*next(read_rows(self.path), {})]
+
+    def values(self, skipped: int = 0) -> Iterator[tuple[str, Any]]:
+        """Yield the value of each line that is not blank, with its place in words. UsageError: one is not JSON."""
+        with readable(str(self.path)):
+            for number, line in islice(read_lines(self.path), skipped, None):
+                where = f"{self.path}, line {number}"
+                yield where, parse_line(line, where)
+
+    def batches(self, columns: Sequence[str], begin: float = 0.0) -> Iterator[tuple[int, Any]]:
+        """Yield the record batches of a parquet file: as `parquet_batches`."""
+        return parquet_batches(self.path, columns, begin)
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file that are not blank, by their numbers from 1. UsageError: one is too long."""
     with open_regular(path) as file:

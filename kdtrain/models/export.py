@@ -31,12 +31,12 @@ from kdtrain.files import (
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import adapted, refuse_overflow, whole_model
 from kdtrain.models.spec import ORIGIN, is_export
-from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer
+from kdtrain.models.tokenizer import SPECIAL, generation_of, load_tokenizer, savable_generation, tokenizer_files
 
 
 def export_model(
     model: nn.Module,
-    tokenizer: Mapping[str, bytes] | None,
+    tokenizer: Path | None,
     out: Path,
     *,
     dtype: str | None = None,
@@ -50,7 +50,7 @@ def export_model(
     """Write a folder that `transformers.AutoModelForCausalLM` and `AutoTokenizer` load, and publish it whole.
 
     model: a model or a `SplitModel`, whose adapters are added to its weights; special tokens and generation settings
-    that it does not have are completed from `tokenizer`, the files that `tokenizer_files` returns. out: inside
+    that it does not have are completed from `tokenizer`, the folder of its tokenizer, whose files go along. out: inside
     `export_lock`, if another process may export there. dtype: of the written weights; by default the model's own.
     origin: entries for `kdtrain.json`, which also holds the sealed digests of all files. shard_gb: the largest file of
     weights. int8: quantise the weights (`kdtrain.models.frozen`). beside: more files, by name. base: write the adapters
@@ -71,18 +71,19 @@ def export_model(
 
             return write_adapter(model.model, model.lora, base, partial, dtype)
         if not int8:
-            return _write_model(model, partial, dtype, most, partial if tokenizer else None)
+            return _write_model(model, partial, dtype, most, partial if files else None)
         from kdtrain.models.frozen import quantize_folder
 
         with hidden_folder(out) as whole:
-            _write_model(model, whole, dtype, most, partial if tokenizer else None)
+            _write_model(model, whole, dtype, most, partial if files else None)
             quantize_folder(whole, partial, most)
 
     refuse_foreign(out)
     out = out.resolve()
+    files = {} if tokenizer is None else tokenizer_files(tokenizer)
     try:
         with making(out), hidden_folder(out) as partial, writing(out):
-            for name, content in {**(tokenizer or {}), **(beside or {})}.items():
+            for name, content in {**files, **(beside or {})}.items():
                 (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_bytes(content)
             write(partial)
@@ -146,6 +147,8 @@ def _write_model(model: nn.Module, out: Path, dtype: str | None, most: str, toke
     whole: Any = whole_model(model)
     if tokenizer is not None and whole.generation_config is not None:
         complete_generation(whole, tokenizer)
+    if whole.generation_config is not None:
+        whole.generation_config = savable_generation(whole.generation_config)
     kind = None if dtype is None else getattr(torch, dtype)
     merged = None
     state = whole_state(whole, kind)

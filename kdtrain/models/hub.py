@@ -60,7 +60,7 @@ from kdtrain.files import (
     refuse_leading_out,
     typed,
 )
-from kdtrain.models.spec import ATTENTIONS, LOCAL, ModelSpec, is_hub_id, model_file
+from kdtrain.models.spec import ATTENTIONS, ModelSpec, is_hub_id, model_file
 from kdtrain.models.tokenizer_limits import entries_of, refuse_endless
 from kdtrain.net.address import no_network
 from kdtrain.sandbox import LimitExceeded, try_once
@@ -197,7 +197,7 @@ def refuse_foreign_weights(source: str, revision: str) -> None:
 
 def has_weights(spec: ModelSpec) -> bool:
     """Return whether the weights of a spec are on this machine, without fetching any; fresh weights always are."""
-    if spec.kind != LOCAL or spec.init != "pretrained" or opened(spec.source):
+    if not spec.is_local or spec.init != "pretrained" or opened(spec.source):
         return True
 
     def here() -> bool:

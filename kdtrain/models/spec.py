@@ -94,7 +94,7 @@ class ModelSpec:
                 raise ValueError(f"{key} = '{value}' is unknown; use {', '.join(allowed)}")
         if self.weights not in (None, *get_args(Weights)):
             raise ValueError(f"weights = '{self.weights}' is unknown; use {', '.join(get_args(Weights))}")
-        if self.weights is not None and self.kind != LOCAL:
+        if self.weights is not None and not self.is_local:
             raise ValueError(f"weights are those of a model that is loaded here; take it out of a kind = '{self.kind}'")
         if self.init == "teacher-layers":
             if self.teacher is None or not self.layers:
@@ -105,18 +105,23 @@ class ModelSpec:
                 raise ValueError(f"layers = {list(self.layers)}: layers are counted from 0")
         elif self.teacher is not None or self.layers:
             raise ValueError("teacher and layers need init = 'teacher-layers'; set it, or take them out")
-        elif self.kind != LOCAL:
+        elif not self.is_local:
             if self.tokenizer is None and self.source is None:
                 raise ValueError(f"kind = '{self.kind}' needs tokenizer; name a folder or a hub id")
         elif (self.source is None) == (self.config is None):
             found = "neither source nor [config]" if self.source is None else "both source and [config]"
             raise ValueError(f"{found}; give one of them")
-        if self.options and self.kind == LOCAL:
+        if self.options and self.is_local:
             raise ValueError("[options] are for a kind other than local; set kind, or take them out")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("[config] has no model_type; add one, such as model_type = 'llama'")
         if self.init == "pretrained" and self.config is not None:
             raise ValueError("[config] has no weights; set init = 'scratch', or give a source")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model is loaded here, as every student's is."""
+        return self.kind == LOCAL
 
     def as_recorded(self, record: Mapping[str, Any]) -> "ModelSpec":
         """Return the spec with the dtype, attention and weights of a cache's record of its teacher, where known."""

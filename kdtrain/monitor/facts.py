@@ -1,31 +1,30 @@
 """What people are shown of a run: how it is doing, its losses beside the teacher's, its warnings, what to do next.
 
-The page of `kdtrain inspect`, its `--watch` and the end of `distill` are made of these parts. All of it may come from
-strangers: `kdtrain.tables` escapes it, and a number that is none is a `-`. And what a path is (a run, a checkpoint or a
-cache), by its files, without torch.
+The page of `kdtrain inspect`, its `--watch`, the end of `distill` and what `evaluate` prints are made of these parts.
+All of it may come from strangers: `kdtrain.tables` escapes it, and a number that is none is a `-`. And what a path is
+(a run, a checkpoint or a cache), by its files, without torch.
 """
 
 import math
-import os
 import shlex
-import stat
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from kdtrain.cache.format import names as cache_format
 from kdtrain.checkpoint.sealed import is_checkpoint, problem
 from kdtrain.checkpoint.store import Store
-from kdtrain.errors import RunError, UsageError, warn_early
+from kdtrain.errors import RunError, UsageError, printable, warn_early
 from kdtrain.files import is_locked, read_json, read_toml, typed
 from kdtrain.monitor.progress import formula, pace
-from kdtrain.monitor.record import RunRecord, as_table, events
+from kdtrain.monitor.record import RunRecord, as_finite, as_table, events, text_of
 from kdtrain.monitor.rules import Signs, findings, stalled
-from kdtrain.tables import Part, columns, duration, loss_text, number, percent, short, size
+from kdtrain.tables import Part, Table, duration, loss_text, number, percent, short, size
 
 TAIL = 2**22
 """Bytes of a log that a page reads, from its end: some ten thousand steps."""
@@ -34,6 +33,8 @@ LOCK = ".training"
 """The file that the process that trains a run has locked."""
 _MOST_CACHES = 50
 """Most caches of a mixture that a page lists."""
+_EVALUATIONS = 64
+"""Most evaluations of a table."""
 _MESSAGE = 1000
 """Most characters of a warning on a page; a longer one ends between words."""
 ACTIVE = ("training", "silent", "unknown")
@@ -124,20 +125,6 @@ def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
     }
 
 
-def mib(paths: list[Path]) -> float:
-    """Return the MiB of files and folders; a file with several names counts once, and links are not followed."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path in paths:
-        for each in [path, *(Path(inside, name) for inside, _, names in os.walk(path) for name in names)]:
-            try:
-                status = each.lstat()
-            except FileNotFoundError:  # removed by a run that is training
-                continue
-            if not stat.S_ISDIR(status.st_mode):
-                sizes[status.st_dev, status.st_ino] = status.st_size
-    return round(sum(sizes.values()) / 2**20, 1)
-
-
 def watch_line(record: RunRecord, line: str) -> str:
     """Describe a running run: the `line` of its state, the training loss and the last validation."""
     parts = [line]
@@ -167,7 +154,7 @@ def losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
     for name, value in {**others, "cross-entropy": result.get("cross_entropy_validation_loss")}.items():
         if isinstance(value, int | float) and math.isfinite(value):
             row[name] = loss_text(value)
-    yield columns(list(row), [list(row.values())], left=("validation loss",))
+    yield Table.of(list(row), [list(row.values())], left=("validation loss",))
     if result.get("cross_entropy_run"):
         yield f"cross-entropy: {result['cross_entropy_run']}, the same student, cache and tokens without a teacher"
     yield ""
@@ -230,7 +217,7 @@ def members(record: RunRecord) -> Iterator[Part]:
         rows.append((str(each.get("name") or "-")[:60], percent(each.get("share")), *about, *own))
     if rows:
         heads = ("cache", "share of the draws", "sequences", "taught by", "val", "teacher's val")
-        yield columns(heads, rows, left=("cache", "taught by"))
+        yield Table.of(heads, rows, left=("cache", "taught by"))
         yield ""
 
 
@@ -262,7 +249,7 @@ def warnings(record: RunRecord) -> Iterator[Part]:
         for kind, times in Counter(each.event for each in found).most_common()
     ]
     if rows:
-        yield from ("", columns(("warning", "times", "the last one"), rows, left=("warning", "the last one")))
+        yield from ("", Table.of(("warning", "times", "the last one"), rows, left=("warning", "the last one")))
 
 
 def health_lines(path: Path, record: RunRecord) -> Iterator[str]:
@@ -323,6 +310,87 @@ def closing_page(path: Path, result: Mapping[str, Any]) -> Iterator[Part]:
     yield next_step(path, state, result.get("student")) if (path / "config.toml").exists() else "Next: the same command"
 
 
+@dataclass(frozen=True)
+class Measure:
+    """The label and the format of a number of a run."""
+
+    label: str
+    """With its unit at the end."""
+    text: Callable[[float], str] | None = None
+    """None: with digits, a share in %."""
+    by_token: bool = False
+    """Whether it is of tokens, so that those of two tokenizers do not compare."""
+    best: Callable[[Iterable[float]], float] | None = None
+    """`min` or `max`: differences are held against the spread of seeds, and the best is marked."""
+
+    @property
+    def head(self) -> str:
+        """The name at the head of a paper's column: with its split but for test, its unit and the better way."""
+        arrow = {min: " ↓", max: " ↑"}.get(self.best, "")  # type: ignore[arg-type]
+        return self.label.removeprefix("test: ").replace(":", "") + arrow
+
+    def shown(self, value: float, digits: int = 4) -> str:
+        """Return a value without its unit; `digits` are a loss's after the point, a percentage has two fewer."""
+        if self.text is not None:
+            return self.text(value)
+        share = self.label.endswith("%")
+        return loss_text(100 * value, max(digits - 2, 0)) if share else loss_text(value, digits)
+
+
+EVALUATED = {
+    "loss": Measure("loss, nats", by_token=True, best=min),
+    "bits_per_byte": Measure("bits per byte", best=min),
+    "teacher_loss": Measure("the teacher's loss, nats", by_token=True),
+    "teacher_bits_per_byte": Measure("the teacher's bits per byte"),
+    "kl": Measure("KL to the teacher, nats", by_token=True, best=min),
+    "kl_error": Measure("standard error of that KL, at most, nats"),
+    "agreement": Measure("agreement with the teacher, %", by_token=True, best=max),
+    "acceptance": Measure("acceptance by the teacher, %", by_token=True, best=max),
+    "accuracy": Measure("accuracy, %", by_token=True, best=max),
+    "ece": Measure("ECE (15 bins), %", best=min),
+    "last_word": Measure("last word right, %", best=max),
+    "teacher_last_word": Measure("the teacher's last word right, %"),
+    "compared": Measure("tokens compared with the teacher's, %"),
+    "entropy_kept": Measure("entropy that the cells keep, %"),
+}
+"""What `evaluate` measures, by its names."""
+
+
+def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the text, teacher and checkpoint that the test numbers of runs are of."""
+    texts = sorted(set(map(text_of, found)))
+    steps = {str(each.get("checkpoint")) for each in found}
+    if found:
+        at = min(steps) if len(steps) == 1 else "the checkpoint that was best then"
+        yield f"test: {texts[0]}; of each student {printable(at)[:60]}"
+    if len(texts) > 1:
+        yield "the students were tested on different texts: their test numbers do not compare"
+
+
+def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
+    """Yield the last numbers of `evaluate` for each checkpoint and text: a column each, beyond three a row each."""
+    unique = {f"{each.get('student')} {each.get('checkpoint')} {text_of(each)}": each for each in found}
+    last = list(unique.values())[-_EVALUATIONS:]
+    order = ["student", "checkpoint", "split", "cache", "data", "teacher", "sequences", "date", *EVALUATED]
+    known = {name for each in last for name, value in each.items() if isinstance(value, str | int | float)} - {"step"}
+    lines = []
+    for name in (each for each in (*order, *sorted(known - {*order})) if each in known):
+        measure = EVALUATED.get(name, Measure(name.replace("_", " "), number))
+        cut = 12 if name == "cache" else 60
+        lines.append([measure.label])
+        for value in (each.get(name) for each in last):
+            text = "-" if (finite := as_finite(value)) is None else measure.shown(finite)
+            lines[-1].append(printable(value[:cut]) if isinstance(value, str) else text)
+    if lines and len(last) > 3:
+        same = [line for line in lines[1:] if len({*line[1:]}) == 1]
+        header, *rows = zip(*(line for line in lines if line not in same), strict=True)
+        yield Table([textwrap.fill(each, 12) for each in header], rows, left=("student", "checkpoint"))
+        if same:
+            yield f"\nall: {'; '.join(f'{name} {value}' for name, value, *_ in same)}"
+    elif lines:
+        yield Table(lines[0], lines[1:], left=lines[0])
+
+
 class _Run(TypedDict):
     student: str
     out: str
@@ -353,9 +421,14 @@ def kind_of(path: Path) -> str:
         return "run"
     if is_checkpoint(path.resolve()):
         return "checkpoint"
-    if any((path / name).exists() for name in (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)):
+    if is_cache(path):
         return "cache"
     raise UsageError(f"{path} is neither a cache nor a run nor a checkpoint")
+
+
+def is_cache(folder: Path) -> bool:
+    """Return whether a folder has a file of a cache, finished or not."""
+    return any((folder / name).exists() for name in (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS))
 
 
 def is_run(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kdtrain.errors import UsageError, as_path, writing
+from kdtrain.errors import UsageError, as_path, printable, writing
 from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml, typed
 from kdtrain.tables import finite
 
@@ -96,6 +96,15 @@ class RunRecord:
         )
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The options of config.toml, by name."""
+        return {name: value for table in self.options.values() for name, value in as_table(table).items()}
+
+    def stated(self, table: str, name: str) -> Any:
+        """Return an entry of a table of environment.json; None where either is missing."""
+        return as_table(self.environment.get(table)).get(name)
+
+    @property
     def steps(self) -> list[Line]:
         """The lines of optimizer steps."""
         return [line for line in self.metrics if "loss" in line]
@@ -109,6 +118,11 @@ class RunRecord:
     def test(self) -> dict[str, Any]:
         """The last numbers of `evaluate` on a test split; empty without one."""
         return next((each for each in reversed(self.evaluations) if each.get("split") == "test"), {})
+
+    @property
+    def tested_on(self) -> str | None:
+        """The text of the last test, and the teacher that read it too, in words; None without a test."""
+        return text_of(self.test) if self.test else None
 
     @property
     def alphas(self) -> tuple[float, float] | None:
@@ -154,6 +168,13 @@ def events(folder: Path, last: int | None = None) -> Iterator[Event]:
         with suppress(ValueError):
             known = {name: (record or {}).pop(name, None) for name in ("event", "level", "step")}
             yield typed({**known, "details": record or {}}, Event)
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """Describe the text of an evaluation, and the teacher that read it too."""
+    text = f"the cache {str(found['cache'])[:12]}" if found.get("cache") else found.get("data")
+    beside = f", beside {found['teacher']}" if found.get("teacher") else ""
+    return printable(f"{found.get('sequences')} sequences of the {found.get('split')} split of {text}{beside}")[:160]
 
 
 def add_evaluation(folder: Path, found: Mapping[str, Any]) -> None:

@@ -39,6 +39,28 @@ def api() -> "HfApi":
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None, library_name="kdtrain")
 
 
+class Repository:
+    """A repository of the hub: its files, and what its client asks. kind: dataset or model."""
+
+    def __init__(self, address: Address, kind: str) -> None:
+        self.address, self.kind, self.client = address, kind, api()
+
+    def refuse_no_token(self) -> None:
+        """Raise UsageError without a token for the hub."""
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise UsageError(f"{self.address}: no token for the hub; {LOGIN}")
+
+    def ask(self, question: "Callable[[HfApi], Answer]") -> Answer:
+        """Return the answer of the client to a question: as `ask`."""
+        return ask(self.address, lambda: question(self.client))
+
+    def fetch(self, name: str, most: int) -> Path:
+        """Return a file, fetched if it is not here: as `fetch_file`."""
+        return fetch_file(self.address, name, most=most, kind=self.kind)
+
+
 def kept_file(address: Address, name: str) -> Path | None:
     """Return a file of a data set that was fetched before, in HF_HOME; None: it was not."""
     from huggingface_hub import try_to_load_from_cache

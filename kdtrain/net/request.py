@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -57,6 +57,25 @@ class Passing(Exception):
         self.wait, self.far = wait, far
 
 
+class Reply(NamedTuple):
+    """The answer of a server."""
+
+    code: int
+    """0: no connection, and none later; the words say why."""
+    content: bytes
+    cut: bool
+    """Whether it is longer."""
+    target: str | None
+    """Where it redirects to."""
+    wait: float | None
+    """Seconds that the server asks to wait."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may get another answer later."""
+        return self.code in LATER or self.code >= 500
+
+
 class Session(requests.Session):
     """A session whose answers end when the clock (`time.monotonic`) shows `until`, and that reads no body by itself."""
 
@@ -73,6 +92,27 @@ class Session(requests.Session):
         options["headers"] = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
         bounds = {"stream": True, "timeout": (CONNECT, IDLE)}
         return super().request(method, url, *args, **{**bounds, **options, "allow_redirects": False})
+
+    def exchange(self, method: str, url: str, *, most: int, **options: Any) -> "Reply":
+        """Send a request and read its answer. Passing: there is none, and another try may get one.
+
+        most: bytes that are read; of a longer answer the rest is left.
+        """
+        try:
+            with self.request(method, url, **options) as answer:
+                found = bytearray()
+                target = answer.headers.get("Location", "") if answer.is_redirect else None
+                for piece in () if answer.is_redirect else body(answer):
+                    found += piece
+                    if len(found) > most:
+                        break
+                return Reply(answer.status_code, bytes(found), len(found) > most, target, retry_after(answer))
+        except (requests.RequestException, requests.exceptions.BaseHTTPError) as error:
+            words, kind = reason(error)
+            if kind == "final":
+                return Reply(0, words.encode(), False, None, None)
+            words = "the answer takes too long" if time.monotonic() >= self.until else words
+            raise Passing(words) from None
 
     def get_redirect_target(self, resp: requests.Response) -> None:
         """Return None: given a target, requests reads a redirect's whole body, of any size, even unfollowed."""

@@ -3,7 +3,7 @@
 Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, K kept entries, D sampled ones, G knots of beta.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,23 @@ class Batch:
     """N = B*T rows, sequence by sequence; None without a teacher."""
     states: tuple[Tensor, ...] = ()
     """[N, D] for each layer of the teacher that a hidden-state loss compares, at the student's positions."""
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Batch]", members: tuple[int, ...] = (), taught: bool = False) -> "Batch":
+        """Return the sequences of several batches, one behind the other, as one batch.
+
+        members: the numbers of the members of a mixture that the parts are of, if the loss goes through each by itself.
+        taught: whether other batches have targets; rows without any are then a part of the loss like theirs.
+        """
+        from kdtrain.objective.mixed import MixedTargets, join
+
+        own = [(each.loss_mask.numel(), each.targets) for each in parts]
+        targets = MixedTargets(tuple(own), members) if members else join(own)
+        if targets is None and taught:
+            targets = MixedTargets(((sum(rows for rows, _ in own), None),))
+        names = ("tokens", "loss_mask", "segments")
+        tokens, loss_mask, segments = (torch.cat([getattr(each, name) for each in parts]) for name in names)
+        return cls(tokens, loss_mask, segments, targets)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the same batch with `change` applied to every tensor."""

@@ -19,8 +19,7 @@ from kdtrain.errors import UsageError, log
 from kdtrain.models.attention import CAUSAL, FUSED, fits_causal
 from kdtrain.models.head import layers_of
 from kdtrain.models.hub import attention_option, never_asking
-from kdtrain.models.loading import active_parameters, checkpoint_activations
-from kdtrain.models.scratch import configuration
+from kdtrain.models.loading import active_parameters, checkpoint_activations, configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.precision.modes import head_dtype
 from kdtrain.ranks import is_main

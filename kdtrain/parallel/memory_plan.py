@@ -44,7 +44,7 @@ from kdtrain.config.choices import OPTIMIZERS
 from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.sections import ParallelConfig
 from kdtrain.errors import UsageError, log
-from kdtrain.models.scratch import configuration, parameter_count
+from kdtrain.models.loading import configuration, parameter_count
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.logits import WEIGHT_CHUNKS, chunk_rows

@@ -44,8 +44,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.head import SplitModel, layers_of
-from kdtrain.models.loading import whole_model
-from kdtrain.models.scratch import configuration, without_numbers
+from kdtrain.models.loading import configuration, whole_model, without_numbers
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.divergence import adds_up
 from kdtrain.parallel.layout import RankLayout

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
-from kdtrain.cache.format.names import MANIFEST, PIECES, WRITTEN
-from kdtrain.cache.format.spec import SAMPLING, CodecSpec, grid_name, grid_offset
+from kdtrain.cache.format.names import MANIFEST, WRITTEN
+from kdtrain.cache.format.spec import CodecSpec, grid_name, grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
 from kdtrain.config.commands import CacheTeacherConfig
@@ -203,7 +203,7 @@ def refined_cache(where: str) -> LocalCache:
         raise UsageError(f"--refine {where}: only a cache of samples alone can be refined; capture this one anew")
     if settings.format_version == WRITTEN:
         raise UsageError(f"--refine {where}: a student wrote its text; capture its rows with more samples instead")
-    if settings.format_version == PIECES:
+    if settings.is_in_pieces:
         raise UsageError(f"--refine {where}: it was appended or cut; refine the caches it was made of")
     if grid_offset(settings.sampling) is None:
         kind = settings.sampling or "independent"
@@ -249,13 +249,13 @@ def _requested(
         teacher=identity,
         sequences_per_shard=config.sequences_per_shard,
     )
-    settings = replace(settings, seed=config.seed, sampling=SAMPLING if codec.num_samples else None)
+    settings = replace(settings, seed=config.seed, sampling=codec.sampling)
     if (how := teacher.writing) is None:
         return settings, teacher.texts[1] if teacher.texts else _text(config.data, teacher.tokenizer, limits, counts)
     prompts, rows = teacher.texts or _prompts(config.data, config.text, teacher.tokenizer, how.end_tokens)
     settings = replace(settings, data={**settings.data, "generated": {**prompts, **how.to_json()}})
     if how.policy is not None:
-        settings = replace(settings, codec=replace(codec, written=True), format_version=WRITTEN)
+        settings = settings.written()
     return settings, rows
 
 

@@ -23,7 +23,7 @@ from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.files import read_toml
 from kdtrain.monitor.facts import alphas
 from kdtrain.run.folder import TOKENIZER, to_toml
-from kdtrain.tables import facts_table, markdown, markdown_text, percent
+from kdtrain.tables import facts_table, markdown_text, percent
 
 RECIPE = "recipe.toml"
 _HOW = {"out", "config", "resume", "overwrite", "dry_run", "write_config", "sanity", "json"}
@@ -118,7 +118,7 @@ def card_files(
     lines = [
         *(f"# {markdown_text(name)}", ""),
         f"{'Adapters of a' if adapter else 'A'} language model, {made} with kdtrain {version}.",
-        *("", *markdown(facts_table(facts)), ""),
+        *("", *facts_table(facts).markdown(), ""),
         *(*loading, ""),
         f"{licence}; those of the teacher, the text and the student's first weights may bind it.",
         f"{RECIPE} has every option of the run.",

@@ -269,11 +269,11 @@ def open_run_teacher(
     """Open the online teacher, without its weights, for the ranks of `layout`; None in a run without one."""
     if config.teacher is None or not config.online:
         return None
-    from kdtrain.teaching.online import open_online_teacher
+    from kdtrain.teaching.online import OnlineTeacher
 
     spec = teacher_spec(config.teacher, student)
     spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
-    teacher = open_online_teacher(spec, device, formats.high)
+    teacher = OnlineTeacher.open(spec, device, formats.high)
     if config.parallel.teacher_tensor_parallel > 1:
         teacher.cut(layout, alike=min(layout.tensor_size, config.parallel.tensor_parallel))
     return teacher
@@ -412,10 +412,10 @@ def _look(config: DistillConfig) -> None:
     if not addresses:
         return
     from kdtrain.cache.read.reader import open_cache
-    from kdtrain.cache.tools.self_check import look
+    from kdtrain.cache.tools.self_check import Look
 
     for cache in [open_cache(each) for each in addresses]:
-        seen = look(cache)
+        seen = Look.at(cache)
         for finding in () if seen is None else seen.findings:
             if "cache" not in config.allow_mismatch:
                 raise UsageError(f"{cache.name} does not look right: {finding}; or add --allow-mismatch cache")

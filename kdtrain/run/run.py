@@ -18,7 +18,7 @@ from kdtrain.models.export import export_lock, export_model
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import is_adapter
 from kdtrain.models.spec import is_export
-from kdtrain.models.tokenizer import byte_lengths, load_tokenizer, tokenizer_files
+from kdtrain.models.tokenizer import byte_lengths, load_tokenizer
 from kdtrain.monitor.facts import RESULT, alphas, best_run_beside, count_warnings, is_run, read_result
 from kdtrain.monitor.progress import end_log, formula, setup_logging
 from kdtrain.parallel.parallelize import part_of, reshard
@@ -427,13 +427,14 @@ class Run:
         step = saved["progress"]["step"]
         about: dict[str, Any] = {"parameters": written_parameters(student), "weights": "float32"}
         card = card_files(self.out.name, self.out, saved, **about)
-        tokenizer = tokenizer_files(self.out / TOKENIZER)
         with export_lock(out, wait=_OTHER_EXPORT):
             with writing(out):
                 if os.path.lexists(out) and not is_export(out):
                     moved = set_aside(out.parent, out.name, "old")
                     trainer.writers.warning("export", step, f"{out} was not written by kdtrain, and is now {moved}")
-            if aside := export_model(student, tokenizer, out, origin=origin_of(self.out, saved), beside=card):
+            if aside := export_model(
+                student, self.out / TOKENIZER, out, origin=origin_of(self.out, saved), beside=card
+            ):
                 trainer.writers.warning("export", step, f"{out} held more than an export, and is now {aside}")
         if packed is None:
             return {}

@@ -42,12 +42,12 @@ from kdtrain.objective.alpha import Alpha
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.agreement import same_ranks
+from kdtrain.process import refuse_many_processes
 from kdtrain.ranks import (
     is_main,
     on_main,
     peak_memory_mb,
     raise_on_all_ranks,
-    refuse_many_processes,
     reported,
     world_size,
 )
@@ -56,7 +56,7 @@ from kdtrain.run.folder import existing_parent, refuse_changes, trial_folder, wr
 from kdtrain.run.planned import plan_ranks
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
-from kdtrain.tables import Table, show
+from kdtrain.tables import Table
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.reporter import gradients_of
 from kdtrain.training.schedule import decay_steps, warmup_steps
@@ -132,7 +132,7 @@ def main(config: DistillConfig) -> int:
         refuse_many_processes()
         with run_device(config) as device, ExitStack() as held:
             table = {"run": str(config.out), **plan_ranks(config, device, held)}
-        show(f"distill {config.out}, {config.world_size} ranks, planned from shapes", table, config.json)
+        config.show(f"distill {config.out}, {config.world_size} ranks, planned from shapes", table)
         return 0
     with trial_run(config) as run:
         if (path := run.recipe.loads) is not None:
@@ -145,7 +145,7 @@ def main(config: DistillConfig) -> int:
         if config.write_config is not None:
             on_main(lambda: write_config_to_copy(config))
             table["written"] = f"{config.write_config}, for distill --config"
-    show(f"distill {config.out}, dry run", table, config.json)
+    config.show(f"distill {config.out}, dry run", table)
     return 0
 
 
@@ -340,7 +340,7 @@ def check(config: DistillConfig) -> int:
     shown = ("check", "verdict", "found", "wanted")
     table = Table(shown, [[each[name] for name in shown] for each in found], left=shown)
     record = {"run": str(config.out), "checks": found}
-    show([f"distill {config.out}, sanity", "", table], record, config.json)
+    config.show([f"distill {config.out}, sanity", "", table], record)
     return 0
 
 

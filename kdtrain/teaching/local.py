@@ -30,9 +30,16 @@ from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
 from kdtrain.models.head import SplitModel, layer_widths, split
 from kdtrain.models.hub import opened
-from kdtrain.models.loading import adapted, check_fits, load_teacher, model_digest, refuse_long, vocabulary
+from kdtrain.models.loading import (
+    adapted,
+    check_fits,
+    configuration,
+    load_teacher,
+    model_digest,
+    refuse_long,
+    vocabulary,
+)
 from kdtrain.models.output_head import HeadPart
-from kdtrain.models.scratch import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.engine.matmul import wide_product

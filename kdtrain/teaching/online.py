@@ -27,6 +27,16 @@ class OnlineTeacher(teacher.Teacher):
     sharded = False
     """True if a forward needs all ranks."""
 
+    @staticmethod
+    def open(spec: ModelSpec, device: torch.device, mode: str) -> "OnlineTeacher":
+        """Open the teacher of a spec as `open_teacher` does. UsageError: it cannot teach a run."""
+        found = teacher.open_teacher(spec, device, mode)
+        if not isinstance(found, OnlineTeacher):
+            raise UsageError(
+                f"the teacher {found} gives a top-k only; make a cache with cache-teacher, and give --cache"
+            )
+        return found
+
     def footprint(self, seq_len: int) -> ModelFootprint | None:
         """Return by default the memory of the logits alone, [B, T, V] in fp32, once while made and once as targets."""
         size = self.vocab_size
@@ -67,14 +77,6 @@ class OnlineTeacher(teacher.Teacher):
     def answers(self, settings: CacheSettings) -> ShardAnswers:
         """Return answers from a forward for each batch."""
         return LogitAnswers(self.logits, settings, self.sharded)
-
-
-def open_online_teacher(spec: ModelSpec, device: torch.device, mode: str) -> OnlineTeacher:
-    """Open a teacher as `open_teacher` does. UsageError: it cannot teach a run."""
-    found = teacher.open_teacher(spec, device, mode)
-    if not isinstance(found, OnlineTeacher):
-        raise UsageError(f"the teacher {found} gives a top-k only; make a cache with cache-teacher, and give --cache")
-    return found
 
 
 Teacher = OnlineTeacher

@@ -17,7 +17,7 @@ from numpy.lib.recfunctions import rename_fields
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kdtrain.cache.format.names import CELLS, TOKENIZER
+from kdtrain.cache.format.names import CELLS
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
@@ -142,7 +142,7 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     @functools.cached_property
     def _teacher_bytes(self) -> np.ndarray:
         """Bytes of each of the teacher's tokens; 0 behind them, and of special tokens."""
-        tokenizer = load_tokenizer(self.view.cache.folder / TOKENIZER)
+        tokenizer = load_tokenizer(self.view.cache.tokenizer)
         return np.append(TokenBytes.of(tokenizer).lengths, 0)
 
     @property

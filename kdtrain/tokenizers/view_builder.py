@@ -173,7 +173,7 @@ def _alignment(cache: LocalCache, tokenizer: Any, given: Mapping[str, str] | Non
     """Align the cache's tokenizer and a student's."""
     if cache.remote is not None:
         cache.remote.bring_tokenizer()
-    teacher = load_tokenizer(cache.folder / TOKENIZER)
+    teacher = load_tokenizer(cache.tokenizer)
     ends = cache.manifest.end_tokens
     pad = teacher.pad_token_id
     # what fills the rows behind the answers of a teacher that wrote the text (`models.tokenizer`) is left out

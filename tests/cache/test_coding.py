@@ -8,8 +8,6 @@ from einops import rearrange
 from kdtrain.cache.format.codec import decode, encode_sequences
 from kdtrain.cache.format.compression import (
     MARK,
-    STEP_SLOPE,
-    STEP_VALUE,
     WIDTH,
     Arrays,
     Coding,
@@ -18,9 +16,8 @@ from kdtrain.cache.format.compression import (
     logprob_codes,
     logprobs_of,
     order,
-    steps,
 )
-from kdtrain.cache.format.spec import FINE_KNOTS, CodecSpec
+from kdtrain.cache.format.spec import FINE_KNOTS, STEP_SLOPE, STEP_VALUE, CodecSpec, steps
 from kdtrain.objective.targets import FLOOR, SparseTargets
 
 TEMPERATURES = np.geomspace(1, 4, 25)

@@ -18,8 +18,7 @@ import torch
 from kdtrain.cache.format import hdf5
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import decode, encode_sequences
-from kdtrain.cache.format.compression import STEP_SLOPE, STEP_SPREAD, STEP_VALUE
-from kdtrain.cache.format.spec import CodecSpec, datasets
+from kdtrain.cache.format.spec import STEP_SLOPE, STEP_SPREAD, STEP_VALUE, CodecSpec, datasets
 from kdtrain.cache.read import reader
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.read.shard import Runs, Shard

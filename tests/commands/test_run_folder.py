@@ -223,7 +223,7 @@ def test_on_a_terminal_the_user_confirms_that_an_earlier_run_resumes(run, monkey
         monkeypatch.setattr(sys, name, os.fdopen(os.dup(terminal), mode))
     os.write(person, answer.encode() or b"\x04")  # Ctrl-D
     monkeypatch.setattr(distill, "distill", lambda config: {})
-    monkeypatch.setattr(distill, "show", lambda *page: None)
+    monkeypatch.setattr(DistillConfig, "show", lambda *page: None)
     monkeypatch.setattr(distill, "closing_page", lambda out, result: None)
     if goes_on:
         assert distill.main(config_of(run)) == 0

@@ -7,8 +7,7 @@ import pytest
 
 from kdtrain.errors import UsageError
 from kdtrain.models.head import split
-from kdtrain.models.loading import load_student, max_positions
-from kdtrain.models.scratch import configuration
+from kdtrain.models.loading import configuration, load_student, max_positions
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.parallel.memory_plan import student_parameters

@@ -30,7 +30,7 @@ from kdtrain.models.loading import (
     with_weights_of,
 )
 from kdtrain.models.spec import ModelSpec, read_spec
-from kdtrain.models.tokenizer import load_tokenizer, tokenizer_files
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 TOKENS_BT = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -48,7 +48,7 @@ def is_tied(model):
 def test_an_exported_student_is_loaded_by_transformers_and_gives_its_logits(tmp_path, shape):
     pieces = split(tiny_model(shape).eval())
     tiny_tokenizer(300).save_pretrained(tmp_path / "tokenizer")
-    export_model(pieces, tokenizer_files(tmp_path / "tokenizer"), tmp_path / "out")
+    export_model(pieces, tmp_path / "tokenizer", tmp_path / "out")
     how = "eager" if shape == "gemma2" else None  # the default of 5.17 drops the soft cap
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation=how)
     assert torch.equal(loaded.eval()(TOKENS_BT).logits, pieces.model(TOKENS_BT).logits)
@@ -123,8 +123,7 @@ def test_named_chat_templates_are_exported_and_replaced_with_the_model(tmp_path)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "additional_chat_templates" / "notes.txt").write_text("mine")
     for seed in (1, 2):
-        files = tokenizer_files(tmp_path / "tokenizer")
-        assert export_model(tiny_model(seed=seed), files, tmp_path / "out") is None
+        assert export_model(tiny_model(seed=seed), tmp_path / "tokenizer", tmp_path / "out") is None
         assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tokenizer"]
     assert not list(tmp_path.glob("out/**/notes.txt"))

@@ -12,7 +12,7 @@ import torch
 from transformers import dynamic_module_utils
 
 from kdtrain.errors import UsageError
-from kdtrain.models import hub, scratch
+from kdtrain.models import hub, loading
 from kdtrain.models.hub import ask_config, save_tokenizer
 from kdtrain.models.loading import architecture, load_student, load_teacher, model_of
 from kdtrain.models.spec import ModelSpec, read_spec
@@ -315,13 +315,13 @@ def test_an_architecture_of_a_known_kind_is_built_by_transformers_whatever_else_
 
 def test_a_model_larger_than_the_machine_is_refused_before_its_memory_is_taken(monkeypatch):
     spec = ModelSpec(name="s", config=SHAPES["llama"] | {"hidden_size": 4 * 10**8}, init="scratch")
-    made = scratch.AutoModelForCausalLM.from_config
+    made = loading.AutoModelForCausalLM.from_config
 
     def counted(*args, **keywords):
         assert torch.empty(0).device.type == "meta", "memory was taken"
         return made(*args, **keywords)
 
-    monkeypatch.setattr(scratch.AutoModelForCausalLM, "from_config", counted)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_config", counted)
     with pytest.raises(UsageError, match=r"s: its weights take [0-9,]+ GiB, and this machine has"):
         load_student(spec, vocab_size=300, seed=0, device="cpu")
 

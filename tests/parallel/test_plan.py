@@ -11,7 +11,7 @@ from kdtrain.config.choices import TEACHERS
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.sections import LoraConfig, ObjectiveConfig, ParallelConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.scratch import configuration
+from kdtrain.models.loading import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import tensor
 from kdtrain.parallel.footprint import ModelFootprint

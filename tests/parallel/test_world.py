@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kdtrain.errors import UsageError
-from kdtrain.ranks import peak_memory_mb, pick_device, refuse_many_processes
+from kdtrain.process import refuse_many_processes
+from kdtrain.ranks import peak_memory_mb, pick_device
 
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():

@@ -434,20 +434,7 @@ ARITHMETIC: dict[str, tuple[Callable[..., dict[str, Tensor]], Callable[[_Rows, C
 }
 """Of each codec that keeps anything of a teacher: what it keeps of log-probabilities [N, V], and targets of that."""
 
-RANGE: dict[str, Any] = {
-    "min": 1.0,
-    "max": 1.0,
-    "worst_error": 0.0,
-    "rule": "log-probabilities from elsewhere: the tail is one bucket, right at T = 1 only",
-}
-"""The temperature range of a cache that was built from log-probabilities (`keep`)."""
-_SAMPLED_RANGE = RANGE | {"rule": "samples alone: right at T = 1 only"}
 _LEAST_MASS = 1e-6
-
-
-def stated_range(spec: CodecSpec) -> dict[str, Any]:
-    """Return the temperature range of a cache whose teacher is not available to measure it."""
-    return _SAMPLED_RANGE if spec.num_samples else RANGE
 
 
 def keep(ids_TH: np.ndarray, logprobs_TH: np.ndarray, label_T: np.ndarray, spec: CodecSpec) -> dict[str, np.ndarray]:

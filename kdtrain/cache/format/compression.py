@@ -56,11 +56,9 @@ from typing import Self
 import numpy as np
 from einops import rearrange
 
-from kdtrain.cache.format.spec import WIDTH, CodecSpec
+from kdtrain.cache.format.spec import FINENESS, WIDTH, CodecSpec, steps
 from kdtrain.objective.targets import FLOOR
 
-STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
-"""Steps of L, of dL/dbeta, and of mean and deviation, nats."""
 NOTHING = -200.0
 """A tail with L(1) below it counts as empty."""
 MARK = 2**16 - 1
@@ -81,12 +79,6 @@ def order(knots: tuple[float, ...]) -> list[int]:
     number = len(knots)
     values = list(dict.fromkeys([one, last, *range(last, -1, -1)]))
     return [*values, *(number + g for g in values), 2 * number, 2 * number + 1]
-
-
-def steps(knots: tuple[float, ...]) -> np.ndarray:
-    """Return [M], the step of each number, in stored order."""
-    number = len(knots)
-    return np.array([STEP_VALUE] * number + [STEP_SLOPE] * number + [STEP_SPREAD] * 2, np.float32)
 
 
 def features(top_logprobs_HN: np.ndarray) -> np.ndarray:
@@ -306,8 +298,6 @@ def _ranked(pairs: np.ndarray, counts: np.ndarray, vocab_size: int, absent: int)
 
 FIT_ENTRIES = 2**22
 """Kept entries of a shard that its lists and weights are fitted to."""
-FINENESS = 192
-"""Codes of log p a unit of log(1 - log p)."""
 LOWEST = round(FINENESS * np.log1p(-FLOOR))
 """The code of an impossible entry."""
 _LOGPROBS = -np.expm1(np.arange(LOWEST + 1) / FINENESS)

@@ -10,7 +10,7 @@ that decide on memory or paths against each other.
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.spec import CodecSpec
+from kdtrain.cache.format.spec import MIXTURE, CodecSpec
 from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
@@ -96,6 +96,35 @@ class CacheSettings:
         except ValueError as error:
             hint = f"run kdtrain verify {folder} --repair first"
             raise UsageError(f"{path} was altered or damaged ({error}); {hint}") from error
+
+    def written(self, **others: Any) -> "CacheSettings":
+        """Return the settings for text that a student wrote, whose log p of each label is kept. others: to change."""
+        codec = replace(self.codec, written=True)
+        return replace(self, codec=codec, format_version=cache_format.WRITTEN, **others)
+
+    def in_pieces(self, mixed: bool = False, **others: Any) -> "CacheSettings":
+        """Return the settings for shards of any sizes, made for other caches. others: to change.
+
+        mixed: whether their samples were drawn in several ways.
+        """
+        sampling = MIXTURE if mixed else self.sampling
+        return replace(self, sampling=sampling, sequences={}, format_version=cache_format.PIECES, **others)
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether the cache was appended or cut."""
+        return self.format_version == cache_format.PIECES
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its samples were drawn in several ways, of caches that were appended."""
+        return self.sampling == MIXTURE
+
+    def fits(self, folder: Path) -> bool:
+        """Return whether a folder is free for a cache of these settings, or holds one that was begun by them."""
+        if not folder.exists() or cache_format.holds_nothing(folder):
+            return True
+        return (folder / cache_format.SETTINGS).exists() and self.stored(folder) == self.to_json()
 
     def digest(self) -> str:
         """Return the SHA-256 over `to_json`; each shard carries it."""
@@ -270,6 +299,26 @@ class Manifest:
         shares = [each.get("labels_kept") for each in origins if each]
         return all(isinstance(each, int | float) and each >= 0.999 for each in shares)
 
+    @property
+    def files(self) -> list[str]:
+        """The paths of the cache's files in its folder; that of the manifest is the last one."""
+        names = [cache_format.SETTINGS, cache_format.INDEX]
+        names += [f"{cache_format.TOKENIZER}/{name}" for name in self.tokenizer_files]
+        for split in self.splits.values():
+            for shard in split["shards"]:
+                names += [f"{cache_format.SHARDS}/{shard['name']}.{suffix}" for suffix in ("h5", "json")]
+        return [*names, cache_format.MANIFEST]
+
+    @property
+    def maker(self) -> str:
+        """The command that builds the missing parts of the cache, in words."""
+        if self.origin is not None:
+            return "the same import command"
+        if self.parents is not None:
+            return f"the same {'subset' if any('rows' in each for each in self.parents) else 'merge'} command"
+        captured = "distill" if "order" in self.settings.data else "cache-teacher"
+        return f"the same {captured} command" if self.codec.taught else "the same command"
+
     def to_json(self) -> dict[str, Any]:
         """Return the sealed record, as in manifest.json."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
@@ -316,7 +365,7 @@ def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:
     per_shard = settings.sequences_per_shard
-    pieces = settings.format_version == cache_format.PIECES
+    pieces = settings.is_in_pieces
     counts = [shard["sequences"] for shard in stated["shards"]]
     full = all(count == per_shard for count in counts[:-1]) and 1 <= counts[-1] <= per_shard
     whole = all(counts) if pieces else full
@@ -380,16 +429,6 @@ def read_sidecar(folder: Path, name: str) -> Sidecar:
     return record
 
 
-def maker(manifest: Manifest) -> str:
-    """Return the command that builds the missing parts of a cache, in words."""
-    if manifest.origin is not None:
-        return "the same import command"
-    if manifest.parents is not None:
-        return f"the same {'subset' if any('rows' in each for each in manifest.parents) else 'merge'} command"
-    captured = "distill" if "order" in manifest.settings.data else "cache-teacher"
-    return f"the same {captured} command" if manifest.codec.taught else "the same command"
-
-
 def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     """Raise UsageError if a shard (named) is missing, or its size differs from the manifest's.
 
@@ -400,7 +439,7 @@ def check_sizes(folder: Path | str, manifest: Manifest) -> None:
     found = [problem for record in records if (problem := shard_problem(folder, record, digest=False))]
     if found:
         more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
-        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then {maker(manifest)} again")
+        raise UsageError(f"{found[0].text}{more}: run kdtrain verify {folder} --repair, then {manifest.maker} again")
 
 
 def shard_problem(folder: Path, record: ShardRecord | Sidecar, *, digest: bool = True) -> Problem | None:

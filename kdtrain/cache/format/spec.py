@@ -46,6 +46,18 @@ MOST_POINTS = 2**20
 _GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")
 
 
+STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
+"""Steps of L, of dL/dbeta, and of mean and deviation, nats."""
+FINENESS = 192
+"""Codes of log p a unit of log(1 - log p)."""
+
+
+def steps(knots: tuple[float, ...]) -> np.ndarray:
+    """Return [M], the step of each number, in stored order."""
+    number = len(knots)
+    return np.array([STEP_VALUE] * number + [STEP_SLOPE] * number + [STEP_SPREAD] * 2, np.float32)
+
+
 def grid_name(offset: Fraction) -> str:
     """Return the `sampling` of a grid that lies `offset` beside the first one; the inverse of `grid_offset`."""
     return f"{SAMPLING}+{offset.numerator}/{offset.denominator}" if offset else SAMPLING
@@ -144,6 +156,16 @@ CODECS = {
 """Every codec by its name."""
 
 
+_RANGE: dict[str, Any] = {
+    "min": 1.0,
+    "max": 1.0,
+    "worst_error": 0.0,
+    "rule": "log-probabilities from elsewhere: the tail is one bucket, right at T = 1 only",
+}
+"""The temperature range of a cache that was built from log-probabilities (`codec.keep`)."""
+_SAMPLED_RANGE = _RANGE | {"rule": "samples alone: right at T = 1 only"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
     """How a distribution is kept. ValueError: impossible numbers; the message names the option."""
@@ -220,6 +242,16 @@ class CodecSpec:
     def counts_only(self) -> bool:
         """True where the log-probabilities of entries are not kept, only how often each was drawn."""
         return len(self.knots) == 1
+
+    @property
+    def sampling(self) -> str | None:
+        """How its samples are drawn, as settings name it; None without samples."""
+        return SAMPLING if self.num_samples else None
+
+    @property
+    def stated_range(self) -> dict[str, Any]:
+        """The temperature range of a cache whose teacher is not available to measure it."""
+        return _SAMPLED_RANGE if self.num_samples else _RANGE
 
     @property
     def entry_rows(self) -> int:

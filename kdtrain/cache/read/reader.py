@@ -385,6 +385,11 @@ class LocalCache:
         return f"Cache('{self.name}'): {sizes} sequences of {self.manifest.settings.seq_len} tokens"
 
     @property
+    def tokenizer(self) -> Path:
+        """The folder of its tokenizer's files."""
+        return self.folder / cache_format.TOKENIZER
+
+    @property
     def temperature_range(self) -> tuple[float, float]:
         """The lowest and the highest T at which the cache is right, as measured when it was built."""
         known = self.manifest.temperature_range

@@ -17,7 +17,7 @@ import torch
 from kdtrain.cache.format.codec import decode
 from kdtrain.cache.format.compression import Coding, unpack
 from kdtrain.cache.format.hdf5 import StoredRows, read_dictionary
-from kdtrain.cache.format.manifest import maker, read_manifest
+from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.format.names import DICTIONARY
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.checks import check_flags, check_lists, check_stored, check_tokens, check_values
@@ -180,7 +180,7 @@ def shard_errors(path: Path, source: str | None = None) -> Iterator[None]:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
         again = "the command that made it"
         with suppress(UsageError):  # there is no manifest before it is finished
-            again = maker(read_manifest(cache))
+            again = read_manifest(cache).maker
         raise RunError(
             f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, then {again} again"
         ) from error

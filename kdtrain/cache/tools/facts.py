@@ -21,7 +21,7 @@ from kdtrain.cache.format.spec import CODECS
 from kdtrain.config.choices import resolve_tail
 from kdtrain.errors import log
 from kdtrain.files import LARGE, publish_text, read_text
-from kdtrain.tables import Table, columns, counted, facts_table, markdown, markdown_text, number, show, size
+from kdtrain.tables import Table, counted, facts_table, markdown_text, number, show, size
 
 _MOST_COUNTS = 20
 """Most counts of a text that are listed."""
@@ -221,7 +221,7 @@ def _fidelity(about: Mapping[str, Any]) -> list[str | Table]:
     if tokens < _CHECKED:
         parts.append(f"mean angle: expected with {_CHECKED:,} tokens, if all of it is noise and if none is")
     header = ("T", "tail rule", "angle", "length", "mean angle", "mean length", "in words")
-    parts.append(columns(header, rows, left=("tail rule", "in words")))
+    parts.append(Table.of(header, rows, left=("tail rule", "in words")))
     if divergences:
         parts.append(f"KL(full || cache), the tail's mass spread evenly: {', '.join(divergences)}")
     if errors := about["log_partition_error"]:
@@ -336,7 +336,7 @@ def _body(manifest: Manifest, where: str, more: Iterable[str]) -> Iterator[str]:
     kept = "no distribution: its tokens are packed without a teacher" if made else contents(manifest)
     yield f"For every token of a text this data set holds {kept}, in HDF5. kdtrain made it, and any tool can read it."
     yield ""
-    yield from markdown(facts_table(cache_facts(manifest)))
+    yield from facts_table(cache_facts(manifest)).markdown()
     yield from more
     if manifest.parents:
         yield from ("", "## Made of", "")
@@ -344,7 +344,7 @@ def _body(manifest: Manifest, where: str, more: Iterable[str]) -> Iterator[str]:
     if found := fidelity(manifest):
         yield from ("", "## Fidelity", "")
         for part in found:
-            yield from [markdown_text(part)] if isinstance(part, str) else ("", *markdown(part), "")
+            yield from [markdown_text(part)] if isinstance(part, str) else ("", *part.markdown(), "")
     yield _USE.replace("PLACE", where).replace("SPLIT", next(iter(manifest.splits)))
 
 

@@ -4,7 +4,7 @@ It reads a few rows, for a few seconds at most, so that an import or a download 
 
 shift        the entries are about another position than the next one (`detect`)
 other rows   the targets of a row fit the tokens of another row much better (`other_row`)
-mass         labels lie outside of a top-k far more often than its mass predicts (`outside`)
+mass         labels lie outside of a top-k far more often than its mass predicts (`Outside`)
 samples      the label was drawn more or less often than its log p predicts: a z statistic, exact for systematic samples
 
 The teacher's loss, its entropy and the label's probability, next to what it would be if the labels came from the
@@ -46,8 +46,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.format.compression import FINENESS
-from kdtrain.cache.format.spec import grid_offset
+from kdtrain.cache.format.spec import FINENESS, grid_offset
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets, Targets
@@ -201,59 +200,39 @@ class Outside:
     significant: bool
     """Whether more were found than promised, by 5 standard errors over rows."""
 
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> "Outside | None":
+        """Compare the share of labels outside of the top-k with the kept mass; None without a top-k."""
+        found, promised = list[torch.Tensor](), list[torch.Tensor]()
+        for batch in batches:
+            targets, mask_BT = batch.targets, batch.loss_mask
+            if not isinstance(targets, SparseTargets) or not targets.top_k:
+                continue
+            ids_NK, mass_NK = targets.listed()
+            ids_NH, mass_NH = ids_NK[:, : targets.top_k], mass_NK[:, : targets.top_k]
+            out_N = ~(ids_NH == batch.tokens[:, 1:].reshape(-1, 1)).any(-1)
+            rest_N = (1 - mass_NH.double().sum(-1)).clamp(min=0)
+            for each, sums in ((out_N, found), (rest_N, promised)):
+                sums.append(each.view_as(mask_BT).double().where(mask_BT, 0).sum(-1))
+        positions = sum(int(batch.loss_mask.sum()) for batch in batches)
+        if not found or not positions:
+            return None
+        found_R, promised_R = torch.cat(found), torch.cat(promised)
+        more_R = found_R - promised_R
+        rows = len(more_R)
+        least = _ERRORS * math.sqrt(rows) * float(more_R.std()) if rows >= _ROWS else math.inf
+        return cls(float(found_R.sum()) / positions, float(promised_R.sum()) / positions, float(more_R.sum()) > least)
+
     @property
     def wrong(self) -> bool:
-        """Whether the kept mass cannot be the teacher's."""
-        return self.significant and more_than_promised(self.found, self.promised)
+        """Whether more labels lie outside than a teacher's own mass leaves room for."""
+        return self.significant and self.found >= _LEAST and self.found > MOST * self.promised
 
     def __str__(self) -> str:
         return (
             f"the entries sum to {1 - self.promised:.4f}, and yet {self.found:.1%} of the labels lie outside of them: "
             "they were renormalised, or are not about this text"
         )
-
-
-def more_than_promised(found: float, promised: float) -> bool:
-    """Return True if more labels lie outside than a teacher's own mass leaves room for."""
-    return found >= _LEAST and found > MOST * promised
-
-
-def outside(batches: Sequence[Batch]) -> Outside | None:
-    """Compare the share of labels outside of the top-k with the kept mass, over all batches; None without a top-k."""
-    found, promised = list[torch.Tensor](), list[torch.Tensor]()
-    for batch in batches:
-        targets, mask_BT = batch.targets, batch.loss_mask
-        if not isinstance(targets, SparseTargets) or not targets.top_k:
-            continue
-        ids_NK, mass_NK = targets.listed()
-        ids_NH, mass_NH = ids_NK[:, : targets.top_k], mass_NK[:, : targets.top_k]
-        out_N = ~(ids_NH == batch.tokens[:, 1:].reshape(-1, 1)).any(-1)
-        rest_N = (1 - mass_NH.double().sum(-1)).clamp(min=0)
-        for each, sums in ((out_N, found), (rest_N, promised)):
-            sums.append(each.view_as(mask_BT).double().where(mask_BT, 0).sum(-1))
-    positions = sum(int(batch.loss_mask.sum()) for batch in batches)
-    if not found or not positions:
-        return None
-    found_R, promised_R = torch.cat(found), torch.cat(promised)
-    more_R = found_R - promised_R
-    rows = len(more_R)
-    least = _ERRORS * math.sqrt(rows) * float(more_R.std()) if rows >= _ROWS else math.inf
-    return Outside(float(found_R.sum()) / positions, float(promised_R.sum()) / positions, float(more_R.sum()) > least)
-
-
-def kept_mass(batch: Batch) -> dict[str, Any]:
-    """Measure the mass of the distributions that a top-k holds, over the positions that count.
-
-    kept_mass: the mean of the mass m inside; mass_loss: the mean of -log m in nats, which is KL(p' || p) of p' = the
-    entries scaled to 1, and what no student can learn of the rest; positions: how many.
-    """
-    assert isinstance(batch.targets, SparseTargets)
-    mass_N = batch.targets.listed()[1][:, : batch.targets.top_k].double().sum(-1)
-    mass_N = mass_N[batch.loss_mask.flatten()].clamp(max=1)
-    if not len(mass_N):
-        return {"positions": 0, "kept_mass": None, "mass_loss": None}
-    loss = float(-mass_N.clamp(min=1e-30).log().mean())
-    return {"positions": len(mass_N), "kept_mass": round(float(mass_N.mean()), 6), "mass_loss": round(loss, 6)}
 
 
 ROWS = 64
@@ -286,111 +265,111 @@ class Look:
     samples_z: float | None
     """Of how often labels were drawn; None where that cannot be compared."""
 
+    @classmethod
+    def at(cls, cache: LocalCache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int = 0) -> "Look | None":
+        """Read the first rows of a split, and as many from a place that `seed` draws; None if no row has targets.
+
+        RunError: a shard cannot be read.
+        """
+        settings = cache.manifest.settings
+        deadline = time.monotonic() + seconds
+        if not settings.codec.taught:
+            return None
+        split = "train" if "train" in cache else next(iter(cache))
+        codec = settings.codec
+        total = len(cache[split])
+        entries = settings.seq_len * (codec.columns or codec.vocab_size)
+        each, size = max(1, min(rows, _ENTRIES // entries) // 2), max(1, min(8, _ENTRIES // 4 // entries))
+        start = int(np.random.RandomState(seed).randint(max(total - each, 0) + 1))
+        indices = list(dict.fromkeys([*range(min(each, total)), *range(start, min(start + each, total))]))
+        batches: list[Batch] = []
+        for first in range(0, len(indices), size):
+            if batches and time.monotonic() > deadline:
+                break
+            batches.append(cache[split].read(indices[first : first + size]))
+        systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
+        origin = cache.manifest.origin
+        shift = origin.get("shift") if origin else None
+        generated = settings.data.get("generated")
+        drawn = generated.get("temperature") if isinstance(generated, dict) else None
+        return cls.of(
+            batches,
+            systematic=systematic,
+            samples=origin is None and (systematic or settings.sampling is None),
+            vocab_size=settings.vocab_size,
+            imported=shift if isinstance(shift, int) else None,
+            drawn_at=float(drawn) if isinstance(drawn, int | float) else 1.0,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[Batch],
+        *,
+        systematic: bool,
+        samples: bool,
+        vocab_size: int,
+        imported: int | None = None,
+        drawn_at: float = 1.0,
+    ) -> "Look | None":
+        """Examine decoded rows as `at` does; None if none has targets.
+
+        systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
+        drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often.
+        """
+        known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
+        if not known:
+            return None
+        alignment = detect(known)
+        figures = [_figures(batch, systematic) for batch in known]
+        number = sum(int(batch.loss_mask.sum()) for batch in known)
+        loss, entropy, mass, expected, away, variance = (sum(column) for column in zip(*figures, strict=True))
+        z = away / math.sqrt(variance) if samples and variance > 0 else None
+        matched, rows = _matched(known)
+        findings, notes = [], []
+        if alignment.shift:
+            again = "build the cache again"
+            if imported is not None and (there := imported + alignment.shift) in SHIFTS:
+                again = f"import its source again with --shift {there}"
+            side = "before" if alignment.shift < 0 else "after"
+            findings.append(
+                f"shifted by {alignment.shift:+d}: the entries are about the token {side} the next one; {again} "
+                f"({alignment})"
+            )
+        if len(matched) > max(1, _LEAST_MATCHED * rows):
+            pair = matched[0]
+            findings.append(f"{OTHER_ROWS}: {len(matched)} of {rows} rows; those of row {pair[0]} fit row {pair[1]}")
+        if drawn_at <= 1 and (labels := Outside.of(known)) is not None and labels.wrong:
+            findings.append(f"mass: {labels}; build it again from the teacher's own log-probabilities")
+        if z is not None and math.erfc(abs(z) / math.sqrt(2)) < _SAMPLES_LEVEL:
+            often = "more" if z > 0 else "less"
+            findings.append(f"samples: the labels were drawn {often} often than their log p predicts (z {z:.1f})")
+        if 10 * number < (total := sum(batch.loss_mask.numel() for batch in batches)):
+            notes.append(f"only {number:,} of {total:,} tokens count")
+        if mass < expected / 2:
+            notes.append(
+                f"the label has the probability {mass / number:.3f}; labels that came from the teacher would have "
+                f"{expected / number:.3f}: it does not know this text, or answered another"
+            )
+        if loss / number > math.log(vocab_size):
+            notes.append(
+                f"the teacher's loss is {loss / number:.3f}, more than that of a guess ({math.log(vocab_size):.3f})"
+            )
+        return cls(
+            rows=rows,
+            findings=tuple(findings),
+            notes=tuple(notes),
+            alignment=alignment,
+            teacher_loss=loss / number,
+            entropy=entropy / number if math.isfinite(entropy) else None,
+            label_mass=mass / number,
+            expected_mass=expected / number,
+            samples_z=z,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return a plain record."""
         return {**vars(self), "alignment": self.alignment.to_json()}
-
-
-def look(cache: LocalCache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int = 0) -> Look | None:
-    """Read the first rows of a split, and as many from a place that `seed` draws; None if no row has targets.
-
-    RunError: a shard cannot be read.
-    """
-    settings = cache.manifest.settings
-    deadline = time.monotonic() + seconds
-    if not settings.codec.taught:
-        return None
-    split = "train" if "train" in cache else next(iter(cache))
-    codec = settings.codec
-    total = len(cache[split])
-    entries = settings.seq_len * (codec.columns or codec.vocab_size)
-    each, size = max(1, min(rows, _ENTRIES // entries) // 2), max(1, min(8, _ENTRIES // 4 // entries))
-    start = int(np.random.RandomState(seed).randint(max(total - each, 0) + 1))
-    indices = list(dict.fromkeys([*range(min(each, total)), *range(start, min(start + each, total))]))
-    batches: list[Batch] = []
-    for first in range(0, len(indices), size):
-        if batches and time.monotonic() > deadline:
-            break
-        batches.append(cache[split].read(indices[first : first + size]))
-    systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
-    origin = cache.manifest.origin
-    shift = origin.get("shift") if origin else None
-    generated = settings.data.get("generated")
-    drawn = generated.get("temperature") if isinstance(generated, dict) else None
-    return examine(
-        batches,
-        systematic=systematic,
-        samples=origin is None and (systematic or settings.sampling is None),
-        vocab_size=settings.vocab_size,
-        imported=shift if isinstance(shift, int) else None,
-        drawn_at=float(drawn) if isinstance(drawn, int | float) else 1.0,
-    )
-
-
-def examine(
-    batches: Sequence[Batch],
-    *,
-    systematic: bool,
-    samples: bool,
-    vocab_size: int,
-    imported: int | None = None,
-    drawn_at: float = 1.0,
-) -> Look | None:
-    """Examine decoded rows as `look` does; None if none has targets.
-
-    systematic: how samples were drawn. samples: compare them with the label's log p. imported: by which shift.
-    drawn_at: the temperature of a teacher that wrote the labels; above 1 they leave its top-k more often.
-    """
-    known = [batch for batch in batches if batch.targets is not None and batch.loss_mask.any()]
-    if not known:
-        return None
-    alignment = detect(known)
-    figures = [_figures(batch, systematic) for batch in known]
-    number = sum(int(batch.loss_mask.sum()) for batch in known)
-    loss, entropy, mass, expected, away, variance = (sum(column) for column in zip(*figures, strict=True))
-    z = away / math.sqrt(variance) if samples and variance > 0 else None
-    matched, rows = _matched(known)
-    findings, notes = [], []
-    if alignment.shift:
-        again = "build the cache again"
-        if imported is not None and (there := imported + alignment.shift) in SHIFTS:
-            again = f"import its source again with --shift {there}"
-        side = "before" if alignment.shift < 0 else "after"
-        findings.append(
-            f"shifted by {alignment.shift:+d}: the entries are about the token {side} the next one; {again} "
-            f"({alignment})"
-        )
-    if len(matched) > max(1, _LEAST_MATCHED * rows):
-        pair = matched[0]
-        findings.append(f"{OTHER_ROWS}: {len(matched)} of {rows} rows; those of row {pair[0]} fit row {pair[1]}")
-    if drawn_at <= 1 and (labels := outside(known)) is not None and labels.wrong:
-        findings.append(f"mass: {labels}; build it again from the teacher's own log-probabilities")
-    if z is not None and math.erfc(abs(z) / math.sqrt(2)) < _SAMPLES_LEVEL:
-        findings.append(
-            f"samples: the labels were drawn {'more' if z > 0 else 'less'} often than their log p predicts (z {z:.1f})"
-        )
-    if 10 * number < (total := sum(batch.loss_mask.numel() for batch in batches)):
-        notes.append(f"only {number:,} of {total:,} tokens count")
-    if mass < expected / 2:
-        notes.append(
-            f"the label has the probability {mass / number:.3f}; labels that came from the teacher would have "
-            f"{expected / number:.3f}: it does not know this text, or answered another"
-        )
-    if loss / number > math.log(vocab_size):
-        notes.append(
-            f"the teacher's loss is {loss / number:.3f}, more than that of a guess ({math.log(vocab_size):.3f})"
-        )
-    return Look(
-        rows=rows,
-        findings=tuple(findings),
-        notes=tuple(notes),
-        alignment=alignment,
-        teacher_loss=loss / number,
-        entropy=entropy / number if math.isfinite(entropy) else None,
-        label_mass=mass / number,
-        expected_mass=expected / number,
-        samples_z=z,
-    )
 
 
 def _figures(batch: Batch, systematic: bool) -> tuple[float, ...]:

@@ -63,7 +63,7 @@ def publish_manifest(
     """
     index = folder / cache_format.INDEX
     length = settings.seq_len
-    pieces = settings.format_version == cache_format.PIECES
+    pieces = settings.is_in_pieces
     with published(index, "cache.index") as temporary:
         parts = {split: [(r["name"], r["sequences"]) for r in each] for split, each in sidecars.items()}
         hdf5_writing.write_index(temporary, settings.codec, length, parts, pieces=pieces)

@@ -23,7 +23,7 @@ from torch import Tensor
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import broken, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.format.spec import SAMPLING, CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
 from kdtrain.cache.write import fidelity
@@ -276,7 +276,7 @@ class CacheWriter:
             data=self.data,
             document_mask=document_mask,
             seed=self.seed,
-            sampling=SAMPLING if codec.num_samples else None,
+            sampling=codec.sampling,
             sequences_per_shard=self.sequences_per_shard,
         )
         builder = CacheBuilder(self.out, settings, teacher=self._answers, tokenizer=self.tokenizer)

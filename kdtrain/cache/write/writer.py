@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kdtrain import faults
-from kdtrain.cache.format import codec, hdf5_writing
+from kdtrain.cache.format import hdf5_writing
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Sidecar
 from kdtrain.cache.read.shard import Shard, batch_of, shard_errors
@@ -171,7 +171,7 @@ class CacheBuilder:
         """The next shards, up to one for each rank."""
         self.sample: tuple[int, int] | None = None
         """Sequences and positions of the held sample, where the teacher answers for no others."""
-        self.measured: tuple[Any, Any] = (None, codec.stated_range(settings.codec) if settings.codec.taught else None)
+        self.measured: tuple[Any, Any] = (None, settings.codec.stated_range if settings.codec.taught else None)
         """Fidelity and range of T, where there is no teacher to measure them with."""
         self.stated: dict[str, Any] = {}
         """More keys of the manifest: `parents`, `origin`, `weights_cost`, `capture`, `generated`."""
@@ -348,7 +348,7 @@ class CacheBuilder:
         records = [record for each in sidecars.values() for record in each]
         self.rounds.broken = [name for record in records for name in record["broken"]]
         total = sum(record["sequences"] for record in records)
-        if self.settings.format_version != cache_format.PIECES:
+        if not self.settings.is_in_pieces:
             self.rounds.stop_if_broken(len(self.rounds.broken), total, total)
         names = {record["name"] for record in records}
         with writing(self.folder / cache_format.SHARDS):

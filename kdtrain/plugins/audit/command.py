@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.spec import MIXTURE, grid_offset
+from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.errors import UsageError, log
@@ -37,8 +37,8 @@ from kdtrain.plugins.audit.diagnose import (
 from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, judge, score, worst_first
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
-from kdtrain.tables import columns, number, short, show
-from kdtrain.teaching.online import OnlineTeacher, open_online_teacher
+from kdtrain.tables import Table, number, short
+from kdtrain.teaching.online import OnlineTeacher
 
 DIAGNOSED = 16
 """Rows in which the fault is looked for: those that are furthest off."""
@@ -63,7 +63,7 @@ def main(config: AuditConfig) -> int:
     found = audit(config, open_cache(config.cache))
     wrong = finding(found)
     record = {"path": config.cache, "ok": not wrong, "findings": [wrong] if wrong else [], "audit": found}
-    show(page(found), record, config.json, wrapped=True)
+    config.show(page(found), record, wrapped=True)
     return 1 if wrong else 0
 
 
@@ -75,7 +75,7 @@ def audit(config: AuditConfig, cache: LocalCache) -> dict[str, Any]:
     settings = cache.manifest.settings
     if not settings.codec.taught:
         raise UsageError(f"{cache.folder} holds tokens without targets, which verify checks")
-    if settings.sampling == MIXTURE:
+    if settings.is_mixed:
         raise UsageError(f"{cache.folder} mixes several teachers; audit the caches that it was merged from")
     stated = settings.teacher or {}
     in_known_format = stated.get("precision") in MODES
@@ -136,7 +136,7 @@ def page(found: Mapping[str, Any]) -> list[Any]:
     wrong = finding(found)
     return [
         f"{found['rows']} rows, {found['positions']:,} positions, against {against}",
-        columns(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
+        Table.of(("test", "found", "statistic", "kind", "p", ""), rows, left=("test", "found", "kind")),
         f"a test fails below p = {level / max(1, len(tests)):.2g}, {level:.0%} for all of them",
         f"finding: {wrong}" if wrong else "the cache holds what the teacher predicts",
     ]
@@ -151,7 +151,7 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeach
     stated = settings.teacher or {}
     spec = read_spec(config.teacher, "teachers").as_recorded(stated)
     mode = stated["precision"] if stated.get("precision") in MODES else "bf16"
-    teacher = open_online_teacher(spec, device, mode)
+    teacher = OnlineTeacher.open(spec, device, mode)
     wrong = "give the teacher of the cache"
     if teacher.vocab_size != settings.vocab_size:
         sizes = f"{teacher.vocab_size:,} logits and the cache {settings.vocab_size:,}"
@@ -169,7 +169,7 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeach
     _ = teacher.digest  # before anything is compiled
     teacher.prepare(compile=stated.get("compiled") is True)
     log.info("auditing with %s, and with fp32 as the reference", teacher)
-    return teacher, teacher if mode == "fp32" else loaded(open_online_teacher(spec, device, "fp32"))
+    return teacher, teacher if mode == "fp32" else loaded(OnlineTeacher.open(spec, device, "fp32"))
 
 
 def _batches(rows: list[tuple[str, int]], size: int) -> Iterator[tuple[str, list[int]]]:

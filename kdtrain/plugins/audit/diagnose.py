@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtrain.objective.targets import SparseTargets, Targets
+from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.plugins.audit.evidence import LOWEST
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0)
@@ -77,7 +77,9 @@ def variants(logprobs_TV: Tensor, top_k: int = 0) -> dict[str, Tensor]:
     return found
 
 
-def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mapping[str, Tensor]) -> Gains:
+def gains(
+    targets: SparseTargets | DenseTargets, labels_T: Tensor, logprobs_TV: Tensor, others: Mapping[str, Tensor]
+) -> Gains:
     """Compute the misfits of one row under each fault. others: log p [T, V] of other forwards, by the fault's name."""
     own = misfit(targets, labels_T, logprobs_TV)
 
@@ -100,7 +102,7 @@ def gains(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor, others: Mappi
     return found
 
 
-def misfit(targets: Targets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Tensor, Tensor]:
+def misfit(targets: SparseTargets | DenseTargets, labels_T: Tensor, logprobs_TV: Tensor) -> tuple[Tensor, Tensor]:
     """Compute, for each position [T], the KL from what the cache keeps to a distribution, and the label's misfit.
 
     The KL is in nats; the label's misfit is half the squared distance of its log p.

@@ -35,9 +35,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.format.compression import FINENESS
-from kdtrain.cache.format.compression import steps as tail_steps
-from kdtrain.cache.format.spec import ABSENT
+from kdtrain.cache.format.spec import FINENESS
+from kdtrain.cache.format.spec import steps as tail_steps
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 
 LEVEL = 0.01
@@ -223,7 +222,7 @@ def _score_samples(
         share_TV, right_TV = _share(own_TV, ids_TH), _share(exact_TV, ids_TH)
         bins_TV = torch.bucketize(own_TV, torch.tensor(BINS, device=own_TV.device).log())
         expected_TF = _features(bins_TV, own_TV, share_TV)
-        there_TK = drawn_TK.where(drawn_TK != ABSENT, 0)
+        there_TK = drawn_TK.where(counts_TK > 0, 0)
         observed_TF = _features(bins_TV.gather(1, there_TK), own_TV.gather(1, there_TK), counts_TK)
         shift_TF = _features(bins_TV, own_TV, right_TV) - expected_TF
         covariance = (_of_independent if independent else _of_grids)(bins_TV, own_TV, share_TV, expected_TF, number)

@@ -7,7 +7,7 @@ of each cache in all samples; the other numbers are weighted means.
 
 Other rows: the shards are appended undecoded; a validation split that all share is kept once. A whole shard is the same
 file again, a hard link where the disk allows one. Of a shard that is cut, the stored bytes of each sequence are copied,
-with the lists of the whole shard: few sequences of one take more bytes per token. The format version is `PIECES`: the
+with the lists of the whole shard: few sequences of one take more bytes per token. The settings are `in_pieces`: the
 manifest states how many sequences each shard has.
 
 A fraction takes the rows whose tokens have the lowest hashes. So it does not depend on their order, a smaller fraction
@@ -20,6 +20,7 @@ shards that are there, as a capture does.
 Shapes: N tokens, D samples of one cache, K samples of all.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,15 +35,14 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.format.names import BROKEN, PIECES, TOKENIZER
-from kdtrain.cache.format.spec import MIXTURE
+from kdtrain.cache.format.names import BROKEN
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import rank
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, log, printable
-from kdtrain.files import canonical_json, file_digest, json_digest
+from kdtrain.files import file_digest, json_digest
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.caches.plan import Stated, between, names, plan, refuse_rows, tokens_of, who
 
@@ -210,14 +210,8 @@ def _append(caches: Sequence[LocalCache], out: Path, progress: Progress | None) 
     teacher = known[0].teacher
     if not _equal([each.teacher for each in known]):
         teacher = _listed([each.teacher or {} for each in known], "spec")
-    settings = replace(
-        known[0],
-        data={**data, "appended": digests},
-        teacher=teacher,
-        sampling=known[0].sampling if _equal([each.sampling for each in known]) else MIXTURE,
-        sequences={},
-        format_version=PIECES,
-    )
+    mixed = not _equal([each.sampling for each in known])
+    settings = known[0].in_pieces(mixed, data={**data, "appended": digests}, teacher=teacher)
     fidelity = first.fidelity if _equal([cache.manifest.fidelity for cache in caches]) else None
     stated = {
         "parents": [parent_record(cache) for cache in caches],
@@ -280,9 +274,7 @@ def subset(
             if len(rows_n):
                 pieces[split].append(_Piece(reader, shard, None if len(rows_n) == stop - start else rows_n - start))
     parent = {**parent_record(cache), "rows": words, "splits": sorted(splits)}
-    settings = replace(
-        manifest.settings, data={**manifest.settings.data, "cut": cut}, sequences={}, format_version=PIECES
-    )
+    settings = manifest.settings.in_pieces(data={**manifest.settings.data, "cut": cut})
     # The sample that fidelity and capture were measured on is of the validation split.
     whole = "validation" not in splits
     stated: dict[str, Any] = {"parents": [parent], "capture": manifest.capture if whole else None}
@@ -351,7 +343,7 @@ class TokenizerFiles:
     """The tokenizer in the folder of a cache, as a builder of another takes it."""
 
     def __init__(self, cache: LocalCache) -> None:
-        self._folder = cache.folder / TOKENIZER
+        self._folder = cache.tokenizer
         self._digests = cache.manifest.tokenizer_files
         self._remote = cache.remote
 
@@ -380,7 +372,7 @@ def parent_record(cache: LocalCache, weight: float = 1.0) -> dict[str, Any]:
         "weight": weight,
         "sequences": {split: each["sequences"] for split, each in manifest.splits.items()},
     }
-    if manifest.parents and len(canonical_json(manifest.parents)) < _ANCESTRY:
+    if manifest.parents and len(json.dumps(manifest.parents, separators=(",", ":"))) < _ANCESTRY:
         found["parents"] = manifest.parents
     if manifest.origin:
         found["origin"] = manifest.origin

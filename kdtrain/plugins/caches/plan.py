@@ -1,4 +1,4 @@
-"""Whether caches fit together, by their manifests: `merge` and `subset` refuse early, without torch."""
+"""Whether caches fit together, by their manifests: `merge` and `subset` ask before they read a row."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences
-from kdtrain.cache.format.names import PIECES
 from kdtrain.cache.format.spec import grid_name, grid_offset
 from kdtrain.errors import UsageError
 
@@ -115,7 +114,7 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
             raise UsageError(f"{where} has the same rows as the others and no targets: there is nothing to add")
         if not codec.counts_only:  # the top-k of a sum is not in two top-ks
             raise UsageError(f"{where} has the same rows as the others; only caches of samples alone add up")
-        if cache.manifest.settings.format_version == PIECES:
+        if cache.manifest.settings.is_in_pieces:
             raise UsageError(
                 f"{where} was appended or cut; add up the caches it was made of, then append or cut the sum"
             )

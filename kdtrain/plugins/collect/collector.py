@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kdtrain.errors import UsageError, log
-from kdtrain.files import published, set_aside
 from kdtrain.objective.batch import Batch
+from kdtrain.outputs import OutFolder
 from kdtrain.training.observers import Observer, ObserverRequest, StepView
 
 MOST_BYTES = 2**32
@@ -68,6 +68,7 @@ class Collector(Observer):
             some = ", ".join(list(linear)[:3])
             raise UsageError(f"--collect-tensors '{pattern}' matches no linear layer; there are {some}, ...")
         self.path = path
+        self.out = OutFolder(path.parent)
         self.options = options
         self.recipe = run.recipe
         self.dtype = run.dtype
@@ -128,9 +129,9 @@ class Collector(Observer):
     @contextmanager
     def _replacing(self) -> Iterator[h5py.File]:
         if self.path.exists() and not _is_ours(self.path):
-            aside = set_aside(self.path.parent, self.path.name, "old")
+            aside = self.out.set_aside(self.path.name, "old")
             log.warning("%s has another layout than kdtrain writes, and was moved to %s", self.path, aside)
-        with published(self.path, "precision.collect") as hidden:
+        with self.out.published(self.path.name, "precision.collect") as hidden:
             if self.path.exists():
                 shutil.copyfile(self.path, hidden)
             with h5py.File(hidden, "a") as file:

@@ -42,4 +42,4 @@ class FindLrConfig(DistillConfig):
         return self.rung_steps or min(max(whole // 20, min(20, whole // 17), 2), 200)
 
 
-register_module("find-lr", FindLrConfig, "kdtrain.plugins.find_lr.command", models=True, resumes=True)
+register_module("find-lr", FindLrConfig, "kdtrain.plugins.find_lr.command", models=True, resumes=True, alone=True)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,17 @@ import torch
 
 from kdtrain.commands.distill import foresee, train
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.values import USUAL_STEPS, configured, flag
-from kdtrain.errors import RunError, UsageError, log, making, refuse_no_path, writing
-from kdtrain.files import (
-    Lock,
-    make_writable,
-    publish_text,
-    published,
-    read_json,
-    remove_empty,
-    remove_file,
-    rename_over,
-)
-from kdtrain.models.loading import is_adapter, is_model_folder
+from kdtrain.config.values import configured, flag
+from kdtrain.errors import RunError, UsageError, log, refuse_no_path
+from kdtrain.files import read_json
 from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import hushed, setup_logging
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.find_lr import FindLrConfig
 from kdtrain.plugins.find_lr.search import LONGER, REACH, RUNGS, SURE, Suggestion, Trained, next_run, suggest
-from kdtrain.ranks import refuse_many_processes
-from kdtrain.tables import columns, duration, finite, show
+from kdtrain.tables import Table, duration, finite
 
-RECORD, FIGURE, LOCK = "find-lr.json", "find-lr.png", ".find-lr"
+RECORD, FIGURE = "find-lr.json", "find-lr.png"
 _DIVERGED = ("diverged", "non-finite", "gradient-explosion")
 """Why a run ends whose rate is too high."""
 _SHOWN = 5
@@ -97,12 +87,11 @@ def main(config: FindLrConfig) -> int:
     UsageError: data, cache, student or options do not fit together, or `--out` holds something else. RunError: a short
     run failed for another reason than its rate, or every rate diverged.
     """
-    refuse_many_processes()
     setup_logging()
     with ExitStack() as stack:
         _claim(config, stack)
         result = find_lr(config, stack)
-    show(_page(config.out, result), result, config.json)
+    config.show(_page(config.out, result), result)
     return 0
 
 
@@ -110,15 +99,13 @@ def _claim(config: FindLrConfig, stack: ExitStack) -> None:
     """Lock the folder. Refuse one that holds something else."""
     out = config.out
     refuse_no_path(str(out), "--out")
-    with making(out):
-        if is_run(out):
-            raise UsageError(f"--out {out} holds a run, which find-lr leaves alone; name another folder")
-        if not (out / RECORD).is_file() and out.exists():
-            for each in out.iterdir() if out.is_dir() else [out]:
-                if each.name != LOCK and not each.name.startswith(f".{RECORD}."):
-                    raise UsageError(f"--out {out} holds something else ({each.name}); name another folder")
-        stack.callback(remove_empty, make_writable(out))
-    stack.callback(Lock(out / LOCK, f"another process searches in {out}; wait for it").release)
+    folder = OutFolder(out)
+    others = folder.others(RECORD)
+    if is_run(out):
+        raise UsageError(f"--out {out} holds a run, which find-lr leaves alone; name another folder")
+    if others and not (out / RECORD).is_file():
+        raise UsageError(f"--out {out} holds something else ({others[0]}); name another folder")
+    stack.enter_context(folder.claimed(RECORD, f"another process searches in {out}; wait for it"))
 
 
 def find_lr(config: FindLrConfig, stack: ExitStack) -> dict[str, Any]:
@@ -130,7 +117,7 @@ def find_lr(config: FindLrConfig, stack: ExitStack) -> dict[str, Any]:
     out = config.out
     record = _resumed(config) or _begun(config)
     if not record.runs:  # before a short run, whose folder without a record would be foreign
-        stack.callback(lambda: None if any(out.glob("lr-*")) else remove_file(out / RECORD))
+        stack.callback(lambda: None if any(out.glob("lr-*")) else OutFolder(out).remove(RECORD))
         _publish(out, asdict(record))
     log.info("short runs around %.2g (%s), first of %d steps", record.guess, record.guess_from, record.rungs[0])
     while (found := next_run(record.losses)) is not None:
@@ -174,17 +161,11 @@ def _resumed(config: FindLrConfig) -> _Record | None:
 
 def _begun(config: FindLrConfig) -> _Record:
     """Prepare a new search. UsageError: data, cache or student cannot be read."""
-    start = config.checkpoint
-    run = start.load is not None and not is_model_folder(start.load) and not is_adapter(start.load)
-    if run and not start.override_opt_param_scheduler:
-        raise UsageError(
-            "--load keeps the rate of the loaded run; add --override-opt-param-scheduler to look for another"
-        )
     guess, source, sequences = foresee(config)  # text is packed by the first short run
     planned = None
     if sequences is not None or config.epochs is None:
         planned = config.total_steps(sequences or 0)
-    whole = planned or USUAL_STEPS
+    whole = planned or replace(config, epochs=None).total_steps(0)
     rungs = [config.first_steps(whole) * LONGER**rung for rung in range(RUNGS)]
     return _Record(finite(config.deciding()), guess, source, rungs, whole, planned, None, {})
 
@@ -198,9 +179,7 @@ def _train(config: FindLrConfig, record: _Record, exponent: int, rung: int) -> N
     for name in ("data", "view"):
         made = next((each for each in sorted(config.out.glob(f"lr-*/{name}")) if each.is_dir()), None)
         if made is not None and not (out / name).exists():
-            with writing(out):
-                out.mkdir(exist_ok=True)
-                rename_over(made, out / name)
+            OutFolder(out).take(made)
 
     def measure(run: Any, result: dict[str, Any]) -> None:
         parts.extend(run.trainer.loss_by_part())
@@ -277,7 +256,7 @@ def _result(config: FindLrConfig, record: _Record, found: Suggestion) -> dict[st
 
 
 def _publish(out: Path, record: dict[str, Any]) -> None:
-    publish_text(out / RECORD, json.dumps(finite(record), indent=1) + "\n", "find-lr.record")
+    OutFolder(out).publish(RECORD, json.dumps(finite(record), indent=1) + "\n", "find-lr.record")
 
 
 def _draw(out: Path, result: dict[str, Any]) -> None:
@@ -309,7 +288,7 @@ def _draw(out: Path, result: dict[str, Any]) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    with published(out / FIGURE, "find-lr.figure") as path:
+    with OutFolder(out).published(FIGURE, "find-lr.figure") as path:
         made.savefig(path, dpi=200, format="png", bbox_inches="tight", pad_inches=0.03)
 
 
@@ -325,7 +304,7 @@ def _page(out: Path, result: dict[str, Any]) -> Iterator[Any]:
         losses = ["diverged" if each["loss"] is None else f"{each['loss']:.4f}" for each in result["runs"][name]]
         mark = " *" if place == best else ""
         rows.append([f"{rates[name]:.2g}{mark}", *losses, *["-"] * (RUNGS - len(losses))])
-    yield columns(("lr", *(f"{steps:,} steps" for steps in result["rungs"])), rows, left=("lr",))
+    yield Table.of(("lr", *(f"{steps:,} steps" for steps in result["rungs"])), rows, left=("lr",))
     share = cost["share_of_the_run"]
     of_run = "" if share is None else f", {100 * share:.0f} % of the run's {result['planned']:,}"
     yield f"cost: {cost['steps']:,} steps{of_run}, {duration(cost['seconds'])}; {RECORD} has all"

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.imports import optional
-from kdtrain.models.export import complete_generation, whole_state
-from kdtrain.models.loading import whole_model
 from kdtrain.models.tokenizer import end_tokens, load_tokenizer
 from kdtrain.plugins.gguf.check import write_checked
 from kdtrain.plugins.gguf.header import CONTROL, NORMAL, UNUSED, USER_DEFINED
@@ -47,19 +45,18 @@ def export_gguf(of: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     config, name = of.config, of.config.out.resolve().name
     if name.endswith(".gguf"):
         raise UsageError(f"--out {config.out} becomes the folder of the file; name it without .gguf")
-    model: Any = whole_model(of.student).eval()
+    model = of.model()
     shape = model.config.model_type
     if shape not in BIASES:
         raise UsageError(f"--format gguf writes {', '.join(BIASES)}, and this student is {shape}")
     if of.tokenizer is None:
         raise UsageError(f"{of.run} holds no tokenizer, which a GGUF needs; put its files into {of.run / 'tokenizer'}")
     tokenizer = load_tokenizer(of.tokenizer)
-    complete_generation(model, of.tokenizer)
     rest = config.torch_dtype.replace("float", "f").upper()
     kind = (config.quantize or rest).upper()
     entries = {"general.name": name, "general.license": config.license}
     entries |= _shape(model.config) | _vocabulary(model, tokenizer)
-    state = whole_state(model, getattr(torch, config.torch_dtype))
+    state = of.weights()
     file = f"{name}.gguf"
     shown = {"next": f"llama-cli -m {shlex.quote(str(config.out / file))}"}
 

@@ -18,7 +18,7 @@ import torch
 from kdtrain.cache.format.codec import decode
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.tools.self_check import SHIFTS, detect, more_than_promised, outside
+from kdtrain.cache.tools.self_check import Outside, detect
 from kdtrain.cache.write.writer import CacheBuilder
 from kdtrain.data.corpus import assign, by_hash, rank
 from kdtrain.errors import UsageError
@@ -76,10 +76,10 @@ def try_sample(files: Sequence[SourceFile], cutter: Cutter) -> Any:
     found = detect(batches)
     if found.shift:
         there = cutter.shift + found.shift
-        advice = f"give --shift {there}" if there in SHIFTS else "the source is shifted further than --shift can mend"
+        advice = f"give --shift {there}" if abs(there) <= 1 else "the source is shifted further than --shift can mend"
         side = "before" if found.shift < 0 else "after"
         raise UsageError(f"{first}: the entries are about the token {side} the next one: {found}; {advice}")
-    if (labels := outside(batches)) is not None and labels.wrong:
+    if (labels := Outside.of(batches)) is not None and labels.wrong:
         raise UsageError(f"{first}: {labels}; import log-probabilities as the teacher gives them")
     return found
 
@@ -148,7 +148,7 @@ def _summary(tally: Mapping[str, Any], spec: CodecSpec) -> dict[str, Any]:
     return {
         **{name: tally[name] for name in COUNTS},
         "kept_mass": round(mass, 6),
-        "kl_at_most": None if more_than_promised(1 - kept, 1 - mass) else bound,
+        "kl_at_most": None if Outside(1 - kept, 1 - mass, True).wrong else bound,
         "label_loss": round(tally["label_loss"] / counted, 6),
         "labels_kept": round(kept, 6),
     }

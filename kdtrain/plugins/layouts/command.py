@@ -11,13 +11,14 @@ from kdtrain.cache.format.manifest import CacheSettings, Manifest
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.facts import show_cache
-from kdtrain.cache.tools.self_check import look
+from kdtrain.cache.tools.self_check import Look
 from kdtrain.data.rows import readable
 from kdtrain.errors import UsageError, log
-from kdtrain.files import file_digest, json_digest, refuse_no_folder
+from kdtrain.files import file_digest, json_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import ChatTokenizer, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, setup_logging
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.layouts.build import build, sample, try_sample
 from kdtrain.plugins.layouts.layout import Layout
 from kdtrain.plugins.layouts.options import LAYOUTS, ImportConfig
@@ -41,7 +42,7 @@ def main(config: ImportConfig) -> int:
     """
     started = time.monotonic()
     setup_logging()
-    refuse_no_folder(config.out)
+    OutFolder(config.out).refuse()
     layout: Layout = LAYOUTS.get(config.layout)(config)
     spec = read_spec(config.tokenizer, "teachers")
     tokenizer = load_tokenizer(spec)
@@ -86,7 +87,7 @@ def main(config: ImportConfig) -> int:
     saved = ChatTokenizer.of(tokenizer, spec)
     with bar("import", sum(map(len, files)), unit="rows") as shown:
         manifest = build(config.out, settings, files, cutter, origin, tokenizer=saved, progress=shown.update)
-    seen = look(LocalCache(config.out))
+    seen = Look.at(LocalCache(config.out))
     findings = [] if seen is None else [*seen.findings]
     for text in findings:
         log.error("%s does not look right: %s", config.out, text)

@@ -6,13 +6,12 @@ arrow, since lists of Python are slow.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kdtrain.data.rows import parquet_batches, parse_line, read_lines, read_rows, readable
+from kdtrain.data.rows import RowFile, readable
 from kdtrain.errors import UsageError
 from kdtrain.imports import optional
 from kdtrain.plugins.layouts.layout import Layout, Lists, Record
@@ -31,16 +30,15 @@ class SourceFile:
         self.path = path
         self.layout = layout
         self.columns = layout.columns
-        self.is_parquet = path.suffix == ".parquet"
-        if self.is_parquet:
-            lacking = layout.optional - {*next(read_rows(path), {})}
+        self.file = RowFile(path)
+        if self.file.is_parquet:
+            lacking = layout.optional - {*self.file.names()}
             self.columns = {name: depth for name, depth in self.columns.items() if name not in lacking}
-            next(parquet_batches(path, [*self.columns]), None)
+            next(self.file.batches([*self.columns]), None)
 
     @cached_property
     def _rows(self) -> int:
-        with readable(str(self.path)):
-            return sum(1 for _ in (read_rows if self.is_parquet else read_lines)(self.path))  # of parquet its metadata
+        return len(self.file)
 
     def __len__(self) -> int:
         return self._rows
@@ -51,8 +49,7 @@ class SourceFile:
         names: only these columns. begin: the share of the file to skip; of parquet in whole row groups.
         """
         wanted = {name: depth for name, depth in self.columns.items() if names is None or name in names}
-        for place, cells in self._cells([*wanted], begin):
-            where = f"{self.path}, {place}"
+        for where, cells in self._cells([*wanted], begin):
             found = dict[str, Any]()
             for name, depth in wanted.items():
                 if (cell := cells.get(name)) is not None or name not in self.layout.optional:
@@ -68,16 +65,14 @@ class SourceFile:
 
     def _cells(self, names: Sequence[str], begin: float) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the place of each row, and its cells: lists of JSON, or arrays of arrow."""
-        if self.is_parquet:
-            for first, batch in parquet_batches(self.path, names, begin):
+        if self.file.is_parquet:
+            for first, batch in self.file.batches(names, begin):
                 for row in range(batch.num_rows):
                     cells = {name: getattr(batch.column(name)[row], "values", None) for name in names}
-                    yield f"row {first + row}", cells
+                    yield f"{self.path}, row {first + row}", cells
             return
-        with readable(str(self.path)):
-            for number, line in islice(read_lines(self.path), int(begin * len(self)) if begin else 0, None):
-                row = parse_line(line, f"{self.path}, line {number}")
-                yield f"line {number}", row if isinstance(row, dict) else {}
+        for where, row in self.file.values(int(begin * len(self)) if begin else 0):
+            yield where, row if isinstance(row, dict) else {}
 
 
 def _array(cell: Any, depth: int, where: str, name: str) -> np.ndarray | Lists:

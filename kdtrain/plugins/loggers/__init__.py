@@ -15,7 +15,7 @@ from typing import Any
 
 from kdtrain.config.registered import register_observer
 from kdtrain.errors import RunError, UsageError
-from kdtrain.files import publish_text, read_json
+from kdtrain.files import read_json
 from kdtrain.imports import optional
 from kdtrain.monitor.loggers import Logger, register_logger
 
@@ -95,6 +95,7 @@ class WeightsAndBiases(Logger):
 
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
         from kdtrain.monitor.record import arm_of
+        from kdtrain.outputs import OutFolder
 
         self.wandb: Any = importlib.import_module("wandb")
         identity = folder / "wandb.json"
@@ -119,7 +120,7 @@ class WeightsAndBiases(Logger):
                 f"W&B did not start: {error}; log in with wandb login, set WANDB_MODE=offline, "
                 "or leave wandb out of --log-to"
             ) from None
-        publish_text(identity, json.dumps({"id": self.run.id}) + "\n", "monitor.wandb")
+        OutFolder(folder).publish(identity.name, json.dumps({"id": self.run.id}) + "\n", "monitor.wandb")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 

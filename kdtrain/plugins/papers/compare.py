@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from kdtrain.config.values import Printed
 from kdtrain.errors import UsageError, printable
-from kdtrain.monitor.runs import MEASURES
 from kdtrain.plugins.papers import CompareConfig
 from kdtrain.plugins.papers.groups import (
     Group,
@@ -24,7 +24,8 @@ from kdtrain.plugins.papers.groups import (
     read_groups,
     shown,
 )
-from kdtrain.tables import Table, markdown, show
+from kdtrain.plugins.papers.runs import MEASURES
+from kdtrain.tables import Table
 
 
 def main(config: CompareConfig) -> int:
@@ -38,7 +39,7 @@ def main(config: CompareConfig) -> int:
             raise UsageError(f"--columns {name} is none of {', '.join(MEASURES)}")
     groups = read_groups(config.runs)
     if config.json or config.format == "text":
-        compare(groups, config.json, config.columns or tuple(MEASURES), config.digits, config.transpose)
+        compare(groups, config, config.columns or tuple(MEASURES), config.digits, config.transpose)
     elif config.format == "csv":
         csv.writer(sys.stdout).writerows(csv_rows(groups, config.columns))  # RFC 4180
     else:
@@ -46,21 +47,21 @@ def main(config: CompareConfig) -> int:
         below = paper_notes(groups, bool(table.bold))
         table = table if config.transpose else table.transposed()
         tex = config.format == "latex"
-        print("\n".join(latex(table, below, config.caption, config.label) if tex else [*markdown(table), "", *below]))
+        print("\n".join(latex(table, below, config.caption, config.label) if tex else [*table.markdown(), "", *below]))
     return 0
 
 
 def compare(
     groups: list[Group],
-    as_json: bool,
+    config: Printed,
     names: Collection[str] = tuple(MEASURES),
     digits: int = 4,
     transpose: bool = False,
 ) -> None:
-    """Print the comparison of the numbers `names`."""
+    """Print the comparison of the numbers `names`. config: of the command that prints it."""
     table = full_table(groups, names, digits)
     table = table.transposed() if transpose else table
-    show([table, "", *outcome(groups), *notes(groups)], as_record(groups, names), as_json)
+    config.show([table, "", *outcome(groups), *notes(groups)], as_record(groups, names))
 
 
 def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:

@@ -9,14 +9,13 @@ import importlib.util
 import time
 from pathlib import Path
 
-from kdtrain.errors import UsageError, log, writing
-from kdtrain.files import make_writable, publish_text
+from kdtrain.errors import UsageError, log
 from kdtrain.monitor.progress import setup_logging
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.papers import DemoConfig, PlotConfig
 from kdtrain.plugins.papers.compare import compare
 from kdtrain.plugins.papers.jobs import read_sweep
 from kdtrain.plugins.papers.sweep import run
-from kdtrain.ranks import refuse_many_processes
 
 SETTINGS = {"seq_len": 256, "sequences": 3000, "validation": 128, "test": 400, "steps": 300, "eval": 50, "more": ""}
 """Made for four minutes on two cores."""
@@ -68,21 +67,18 @@ def main(config: DemoConfig) -> int:
     UsageError: the folder holds something else. RunError: a part of it failed.
     """
     started = time.monotonic()
-    refuse_many_processes()
     setup_logging()
     file = config.out / "demo.toml"
     settings = QUICK if config.quick else SETTINGS
     text = FILE.format(**settings, name=file, seeds=list(range(config.seeds)))
     _refuse_foreign(config.out, file, text)
-    with writing(file):
-        make_writable(config.out)
-        publish_text(file, text, "demo.record")
+    OutFolder(config.out).publish(file.name, text, "demo.record")
     sweep = read_sweep(file, config.out)
     groups = run(sweep, at_once=1)
     sweep.refuse_missing()
     if groups is None:
         return 0
-    compare(groups, config.json, names=SHOWN)
+    compare(groups, config, names=SHOWN)
     if not config.json:
         print(f"files: {config.out}{pictures(config.out)}; kdtrain sweep {file} runs it again with what you change")
     log.info("took %.1f minutes", (time.monotonic() - started) / 60)
@@ -95,7 +91,7 @@ def _refuse_foreign(out: Path, file: Path, text: str) -> None:
     def settings(each: str) -> list[str]:
         return [line for line in each.splitlines() if not line.startswith("seeds = ")]
 
-    if out.is_dir() and not (out / "sweep.json").exists() and any(each.name != file.name for each in out.iterdir()):
+    if out.is_dir() and not (out / "sweep.json").exists() and OutFolder(out).others(file.name):
         raise UsageError(f"--out {out} holds something that is not a demo; name another folder")
     if file.exists() and settings(file.read_text(errors="replace")) != settings(text):
         raise UsageError(f"{file} is of other settings, or not of a demo; name another --out, or kdtrain sweep {file}")

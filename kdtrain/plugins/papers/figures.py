@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from kdtrain.monitor.runs import LoggedRun
 from kdtrain.plugins.papers.groups import MARKS, Group, interventions
+from kdtrain.plugins.papers.runs import LoggedRun
 
 BLUE, ORANGE, GREEN, AMBER, YELLOW, SKY, GREY = (
     *("#0072B2", "#D55E00", "#009E73", "#E69F00", "#F0E442", "#56B4E9", "#999999"),

@@ -17,7 +17,8 @@ from typing import Any
 
 from kdtrain.config.values import flag
 from kdtrain.errors import UsageError, printable
-from kdtrain.monitor.runs import MEASURES, LoggedRun, apart, grouped, read_runs, tested
+from kdtrain.monitor.facts import tested
+from kdtrain.plugins.papers.runs import MEASURES, LoggedRun, apart, grouped, read_runs
 from kdtrain.tables import Table, short
 
 MARKS = {"rollback": "v", "recovery": "^", "switch": "D", "resume": ">", "skip": "x", "decay": "s", "memory": "P"}

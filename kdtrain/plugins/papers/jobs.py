@@ -43,15 +43,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kdtrain import files
-from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cli import missing
 from kdtrain.config.commands import CacheTeacherConfig, DistillConfig, EvaluateConfig
 from kdtrain.config.values import configured, flag, options_of, shareable
-from kdtrain.errors import RunError, UsageError, log, refuse_no_path, writing
-from kdtrain.files import Lock, is_locked, make_folder, publish_json, read_json, read_sealed, read_toml, typed
+from kdtrain.errors import RunError, UsageError, log, refuse_no_path
+from kdtrain.files import read_json, read_sealed, read_toml, typed
 from kdtrain.monitor.facts import best_checkpoint
 from kdtrain.monitor.record import SWEEP, RunRecord
+from kdtrain.outputs import OutFolder
 from kdtrain.registry import nearest
 from kdtrain.tables import counted
 
@@ -65,7 +64,6 @@ _OURS = {
 _PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.+=")
 _MOST = 1000
 """Most runs of a sweep."""
-_LOCK = ".sweep.lock"
 _RESUMED = ("signal", "disk", "oom", "error")
 """Stop reasons that say nothing about an arm: the next command resumes such a run."""
 _NAMED = 8
@@ -154,7 +152,9 @@ class Sweep:
             return
         wanted = {"split": self.test.config.data.split}
         if (cache := self.test.config.cache) is not None:
-            wanted["cache"] = read_manifest(cache).digest
+            from kdtrain.cache.read.reader import LocalCache  # with torch, which no other part of a sweep needs
+
+            wanted["cache"] = LocalCache(cache).manifest.digest
         else:
             wanted |= {"data": self.test.config.data.data, "teacher": self.test.config.teacher}
         left = []
@@ -427,7 +427,7 @@ class Runner:
         """Wait while a process of a killed sweep still saves what it has in a folder."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and self.stopped is None:
-            if not any(map(is_locked, folder.glob(".*lock*"))):
+            if not OutFolder(folder).is_claimed:
                 return
             time.sleep(0.2)
 
@@ -440,31 +440,27 @@ def claim(sweep: Sweep, runner: Runner) -> Iterator[None]:
 
     UsageError: another process runs a sweep there, or it holds something else, or caches or runs of other options.
     """
-    make_folder(sweep.out)
     message = f"another process runs the sweep {sweep.out}; wait for it, or name another --out"
-    lock = Lock(sweep.out / _LOCK, message)
-    try:
+    with OutFolder(sweep.out).claimed(SWEEP, message):
         _note(sweep, runner)
         yield
-    finally:
-        lock.release()
 
 
 def _note(sweep: Sweep, runner: Runner) -> None:
+    out = OutFolder(sweep.out)
     file = sweep.out / SWEEP
     jobs = [*sweep.runs, *sweep.caches]
     before = dict[str, list[str]]()
     begun = [job for job in jobs if job.config.out.exists()]
-    files.sweep(sweep.out, SWEEP)
     try:
         before = typed(read_sealed(file) | {"digest": []}, dict[str, list[str]])
     except FileNotFoundError:
-        if not begun and any(each.suffix != ".toml" and each.name != _LOCK for each in sweep.out.iterdir()):
+        if not begun and any(not each.endswith(".toml") for each in out.others(SWEEP)):
             raise UsageError(f"--out {sweep.out} holds something that is not a sweep; name another folder") from None
     except (OSError, ValueError) as error:
         if not begun:
             raise UsageError(f"{file}: {error}; name another --out") from None
-        log.warning("%s: %s; it was moved to %s", file, error, files.set_aside(sweep.out, SWEEP, "damaged"))
+        log.warning("%s: %s; it was moved to %s", file, error, out.set_aside(SWEEP, "damaged"))
     for job in begun:
         old = before.get(job.name, [])
         new = list(job.words)
@@ -482,9 +478,8 @@ def _note(sweep: Sweep, runner: Runner) -> None:
             text = ", ".join(f"{name} was {was.get(name, 'not given')}" for name in changed)[:200]
             hint = "rename the arm, or name another --out"
             raise UsageError(f"{job.config.out} was begun with other options ({text}); {hint}")
-    with writing(file):
-        words = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
-        publish_json(file, words | before | words, "sweep.record")  # in the order of the file
+    words: dict[str, Any] = {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}
+    out.publish(SWEEP, words | before | words, "sweep.record")  # in the order of the file
 
 
 def _as_begun(job: SweepJob) -> list[list[str]]:

@@ -17,9 +17,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kdtrain.cache.tools.facts import kept_facts
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.files import publish_text
+from kdtrain.monitor.facts import evaluations
 from kdtrain.monitor.record import lines
-from kdtrain.monitor.runs import LoggedRun, evaluations
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.papers import figures
 from kdtrain.plugins.papers.figures import COLUMN, GREY
 from kdtrain.plugins.papers.groups import (
@@ -31,7 +31,8 @@ from kdtrain.plugins.papers.groups import (
     read_groups,
     refuse_existing,
 )
-from kdtrain.tables import Table, columns, counted, show
+from kdtrain.plugins.papers.runs import LoggedRun
+from kdtrain.tables import Table, counted
 
 MOST_BYTES = 2_000_000
 """Most bytes of a page."""
@@ -57,11 +58,11 @@ def write(config: Any) -> int:
     text = page(groups, config.title)
     if len(text.encode()) > MOST_BYTES:
         raise UsageError(f"a page about {len(config.runs)} runs would have more than 2 MB; name fewer")
-    publish_text(config.out, text, "report")
+    OutFolder(config.out.parent).publish(config.out.name, text, "report")
     size = len(text.encode()) // 1024
     runs = sum(len(each.runs) for each in groups)
     record = {"page": str(config.out), "KiB": size, "runs": runs}
-    show([f"{config.out}: {counted(runs, 'run')}, {size} KiB"], record, config.json)
+    config.show([f"{config.out}: {counted(runs, 'run')}, {size} KiB"], record)
     return 0
 
 
@@ -127,7 +128,7 @@ def _run_table(runs: Sequence[LoggedRun]) -> Table:
         objective = "cross-entropy" if run.options.get("alpha") == 0 else "distillation"
         objective = (run.record.result or {}).get("objective") or objective
         rows.append([run.name, run.student, str(objective), str(run.seed), machine, versions, run.status])
-    return columns(("run", "student", "objective", "seed", "machine", "versions", "how it ended"), rows)
+    return Table.of(("run", "student", "objective", "seed", "machine", "versions", "how it ended"), rows)
 
 
 def _caches(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
@@ -236,7 +237,7 @@ def _interventions(runs: Sequence[LoggedRun]) -> Table | None:
         if len(found) > _EVENTS:
             kinds = Counter(each.event for each in found).most_common(6)
             rows.append((run.name, "", "in all", "", ", ".join(f"{number} {kind}" for kind, number in kinds)))
-    return columns(("run", "step", "event", "level", "what"), rows) if rows else None
+    return Table.of(("run", "step", "event", "level", "what"), rows) if rows else None
 
 
 def _limits(groups: Sequence[Group]) -> list[str]:

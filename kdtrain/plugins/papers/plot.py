@@ -1,12 +1,11 @@
 """`kdtrain plot` and `kdtrain report`: the curves of runs as a figure, or on a page with all else that is known."""
 
-from kdtrain.errors import UsageError, printable, writing
-from kdtrain.files import published
+from kdtrain.errors import UsageError, printable
 from kdtrain.imports import optional
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.papers import PlotConfig, ReportConfig
 from kdtrain.plugins.papers.groups import Group, read_groups, refuse_existing
 from kdtrain.registry import nearest
-from kdtrain.tables import show
 
 
 def main(config: PlotConfig) -> int:
@@ -15,7 +14,7 @@ def main(config: PlotConfig) -> int:
     UsageError, RunError: as `draw`.
     """
     curves = [f"{group.name}: {group.seeds}" for group in draw(config)]
-    show([f"{config.out}: {', '.join(curves)}"], {"figure": str(config.out), "curves": curves}, config.json)
+    config.show([f"{config.out}: {', '.join(curves)}"], {"figure": str(config.out), "curves": curves})
     return 0
 
 
@@ -54,7 +53,7 @@ def draw(config: PlotConfig) -> list[Group]:
     if len(names) > 12:
         raise UsageError(f"--y names {len(names)} numbers; a figure has at most 12 panels")
     figure = figures.draw(groups, config.x, names)
-    with writing(config.out), published(config.out, "plot") as path:
+    with OutFolder(config.out.parent).published(config.out.name, "plot") as path:
         kind = config.out.suffix[1:]
         salt = config.out.stem
         figures.save(figure, path, dpi=300, kind=kind, salt=salt, bbox_inches="tight", pad_inches=0.03)

@@ -11,14 +11,15 @@ from rich.console import Group as Together
 from rich.live import Live
 
 from kdtrain.errors import RunError, UsageError, log
-from kdtrain.monitor.facts import ENDED, mib, run_row
+from kdtrain.monitor.facts import ENDED, run_row
 from kdtrain.monitor.progress import bar, console, setup_logging
 from kdtrain.monitor.record import RunRecord
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.papers import SweepConfig
 from kdtrain.plugins.papers.compare import compare
 from kdtrain.plugins.papers.groups import Group, read_groups
 from kdtrain.plugins.papers.jobs import Runner, Sweep, SweepJob, claim, read_sweep
-from kdtrain.tables import Table, columns, drawn, duration, loss_text, number, show, size
+from kdtrain.tables import Table, duration, loss_text, number, size
 
 
 def main(config: SweepConfig) -> int:
@@ -36,7 +37,7 @@ def main(config: SweepConfig) -> int:
         return 0
     groups = run(sweep, config.at_once)
     if groups is not None:
-        compare(groups, config.json)
+        compare(groups, config)
         if not config.json:
             print(f"Next: kdtrain compare {out} --format latex; kdtrain report {out} --out {out}/report.html")
     sweep.refuse_missing()
@@ -54,7 +55,7 @@ def planned(sweep: Sweep, runner: Runner) -> Iterator[dict[str, Any]]:
     jobs = [*sweep.caches, *sweep.runs]
     for job in sweep.runs:
         if job.done and (row := _row(job)) and row["state"] in ENDED:
-            known[job.arm] = {"seconds": row["seconds"], "MiB": mib([job.config.out]), "how": f"as {job.name}"}
+            known[job.arm] = {"seconds": row["seconds"], "MiB": OutFolder(job.config.out).mib, "how": f"as {job.name}"}
     missing = {str(each.config.out): each.name for each in sweep.caches if not each.done}
     most = max(2 * job.config.batch_size for job in sweep.runs)
     with TemporaryDirectory() as folder, bar("measure", len(jobs), unit="commands") as shown:
@@ -104,7 +105,7 @@ def _show_plan(commands: list[dict[str, Any]], config: SweepConfig) -> None:
     more = f", without {unknown} that are unknown" if unknown else ""
     lines.append(f"{len(left)} commands to do, about {number(round(hours, 2))} hours and {size(disk)}{more}")
     total = {"unknown": unknown, "estimated_hours": round(hours, 4), "disk (MiB)": round(disk, 1)}
-    show(lines, {"commands": commands, "to do": len(left), **total}, config.json)
+    config.show(lines, {"commands": commands, "to do": len(left), **total})
 
 
 def run(sweep: Sweep, at_once: int) -> list[Group] | None:
@@ -114,7 +115,7 @@ def run(sweep: Sweep, at_once: int) -> list[Group] | None:
     """
     ended = dict[str, dict[str, Any]]()
     live: Any = {
-        "get_renderable": lambda: Together(*drawn(arms(sweep, at_once, ended), console.width)),
+        "get_renderable": lambda: Together(*arms(sweep, at_once, ended).drawn(console.width)),
         "refresh_per_second": 0.5,
         "transient": True,
     }
@@ -158,7 +159,7 @@ def arms(sweep: Sweep, at_once: int, ended: dict[str, dict[str, Any]]) -> Table:
         loss = ", ".join(loss_text(row["last_validation_loss"]) for row in now or over[-1:])
         rows.append((arm, *counts[:3], step, loss, duration(left / at_once)))
     rows.append(("all", *every[:3], "", "", duration(every[3])))
-    return columns(("arm", "done", "running", "failed", "step", "validation", "left"), rows, left=("arm",))
+    return Table.of(("arm", "done", "running", "failed", "step", "validation", "left"), rows, left=("arm",))
 
 
 def _ended(sweep: Sweep, job: SweepJob, error: str) -> str:

@@ -42,4 +42,4 @@ class PruneConfig(Printed):
     EXAMPLES = ("kdtrain prune stdlib-5m --like students/stdlib-3m-h64.toml --cache cache/t --out models/pruned-3m",)
 
 
-register_module("prune", PruneConfig, "kdtrain.plugins.prune.command", models=True, resumes=True)
+register_module("prune", PruneConfig, "kdtrain.plugins.prune.command", models=True, resumes=True, alone=True)

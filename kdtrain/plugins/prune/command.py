@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +10,19 @@ import torch
 
 from kdtrain.cache.read.reader import CacheReader, open_cache
 from kdtrain.errors import UsageError, log
-from kdtrain.files import (
-    Lock,
-    file_digest,
-    hidden_lock,
-    json_digest,
-    make_folder,
-    refuse_displacing,
-    refuse_no_folder,
-    sweep,
-)
+from kdtrain.files import file_digest, json_digest
 from kdtrain.models.export import export_lock, export_model, refuse_foreign
-from kdtrain.models.loading import architecture, check_fits, load_teacher, model_digest
-from kdtrain.models.scratch import configuration, parameter_count
-from kdtrain.models.spec import LOCAL, paths_of, read_spec
-from kdtrain.models.tokenizer import digest_of, tokenizer_files
+from kdtrain.models.loading import configuration, model_digest, parameter_count, plain_config
+from kdtrain.models.spec import paths_of, read_spec
+from kdtrain.models.tokenizer import digest_of
 from kdtrain.monitor.progress import bar, setup_logging
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.prune import PruneConfig
 from kdtrain.plugins.prune.cut import Shape, choose, prune, pruned_config, roles_of, wanted_shape
 from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss
 from kdtrain.precision.modes import pick_mode
-from kdtrain.ranks import pick_device, refuse_many_processes
-from kdtrain.tables import columns, number, short, show
+from kdtrain.ranks import pick_device
+from kdtrain.tables import Table, number, short
 from kdtrain.teaching.local import LocalTeacher
 
 _MOST_REMOVED = 0.5
@@ -45,11 +37,10 @@ def main(config: PruneConfig) -> int:
     UsageError: teacher, shape, cache and folder do not fit together. RunError: the disk is full or refuses the write.
     """
     setup_logging()
-    refuse_many_processes()
-    refuse_no_folder(config.out)
+    OutFolder(config.out).refuse()
     with export_lock(config.out):
         result = _prune(config)
-    show(_page(config, result), result, config.json)
+    config.show(_page(config, result), result)
     return 0
 
 
@@ -60,12 +51,12 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
     needed |= {f"the teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
     needed |= {f"--like {word}".strip(): path for word, path in paths_of(config.like).items()}
-    refuse_displacing(config.out, needed)
+    OutFolder(config.out).refuse(needed)
     if config.out.exists() and any(config.out.iterdir()) and not config.overwrite:
         raise UsageError(f"--out {config.out} holds an exported model; name another folder, or add --overwrite")
     spec, like = read_spec(config.teacher, "teachers"), read_spec(config.like)
-    if spec.kind != LOCAL or spec.init == "teacher-layers":
-        kind = f"a teacher of kind {spec.kind}" if spec.kind != LOCAL else "made of layers of another model"
+    if not spec.is_local or spec.init == "teacher-layers":
+        kind = "made of layers of another model" if spec.is_local else f"a teacher of kind {spec.kind}"
         raise UsageError(f"{spec.name} is {kind}; only a model with weights of its own is pruned")
     known = configuration(spec, None)
     roles = roles_of(known, spec.name)
@@ -86,23 +77,20 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
     if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:
         raise UsageError(f"--cache {cache.name} is of another tokenizer than {spec.name}; give a cache of the same")
-    model = load_teacher(spec, str(device))
+    teacher = LocalTeacher(replace(spec, weights=None), device, mode)
+    teacher.load()
+    model = teacher.model.model
     weights = model_digest(model, torch.float32)
-    identity = json_digest({"weights": weights, "architecture": architecture(model)})
-    teacher = _running(model, mode)
-    check_fits(teacher.model, spec.name, settings.seq_len, settings.document_mask)
+    identity = json_digest({"weights": weights, "architecture": plain_config(model.config)})
+    teacher.check(settings.seq_len, settings.document_mask)
 
     sequences = min(config.num_sequences, len(reader))
     subject = Subject(teacher=identity, cache=cache.manifest.digest, sequences=sequences, precision=mode)
     path = config.scores or config.out.parent / f"scores-{subject.key}.safetensors"
-    make_folder(path.parent)
-    lock = Lock(hidden_lock(path), f"another process writes {path}; wait for it, or name another file with --scores")
-    try:
-        sweep(path.parent, of=path.name)
+    busy = f"another process writes {path}; wait for it, or name another file with --scores"
+    with OutFolder(path.parent).claimed(path.name, busy):
         scores = Scores(path, subject, roles, before)
         _complete(scores, teacher, reader, config.batch_size, after.layers < before.layers)
-    finally:
-        lock.release()
     importance = scores.importance()
     cut = choose(importance, roles, before, after)
     student = prune(model, like, after, cut, importance.shares)
@@ -117,10 +105,10 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
         layers["loss_without_layer"] = importance.losses.tolist()
     made = {"of": spec.name, "parameters": small, "teacher_parameters": large, "removed": 1 - small / large, **layers}
     origin = {**made, "weights_digest": weights, "scores": file_digest(path), "sequences": sequences}
-    tokenizer = cache.folder / "tokenizer"
+    tokenizer = cache.tokenizer
     aside = export_model(
         student.cpu(),
-        tokenizer_files(tokenizer) if tokenizer.is_dir() else None,
+        tokenizer if tokenizer.is_dir() else None,
         config.out,
         dtype=spec.dtype,
         origin={"cache": cache.manifest.digest, "pruned": origin},
@@ -158,7 +146,7 @@ def _page(config: PruneConfig, result: dict[str, Any]) -> Iterator[Any]:
         "groups": "key/value heads",
     }
     rows = [(words, *result["sizes"][name]) for name, words in names.items()]
-    yield columns(("", "kept", "of"), rows, left=("",))
+    yield Table.of(("", "kept", "of"), rows, left=("",))
     yield f"layers {', '.join(map(str, result['layers']))}"
     losses = result["validation_loss"]
     yield f"validation loss {number(losses['pruned'])} before distillation, the teacher's {number(losses['teacher'])}"

@@ -29,10 +29,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import plain_config
-from kdtrain.models.scratch import config_of, configuration, new_model
+from kdtrain.models.loading import config_of, configuration, new_model, plain_config
 from kdtrain.models.spec import ModelSpec
-from kdtrain.models.tokenizer import savable_generation
 
 _FREE = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?|initializer_range|use_cache")
 """Keys of a [config] that a pruned model takes from its shape, because they are no part of the forward."""
@@ -304,7 +302,7 @@ def prune(teacher: PreTrainedModel, like: ModelSpec, after: Shape, cut: Cut, sha
         weights[name] = weight
     student.load_state_dict(weights)
     if teacher.generation_config is not None:
-        student.generation_config = savable_generation(copy.deepcopy(teacher.generation_config))
+        student.generation_config = copy.deepcopy(teacher.generation_config)
     return student.eval().requires_grad_(False)
 
 

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.files import canonical_json, json_digest, open_regular, parse_json, published, typed
+from kdtrain.files import canonical_json, json_digest, open_regular, parse_json, typed
 from kdtrain.objective.loss import DistillationLoss
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.prune.cut import Importance, Roles, Shape
 from kdtrain.teaching.local import LocalTeacher
 
@@ -224,7 +225,7 @@ class Scores:
     def _write(self) -> None:
         tensors = {name: each.cpu() for name, each in self._sums.items()}
         record = {"subject": asdict(self.subject), **self.done, "digest": _digest(self.done, tensors)}
-        with published(self.path, "prune.scores") as temporary:
+        with OutFolder(self.path.parent).published(self.path.name, "prune.scores") as temporary:
             save_file(tensors, temporary, {_RECORD: canonical_json(record)})
         self._written = time.monotonic()
 

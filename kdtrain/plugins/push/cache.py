@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kdtrain as kd
-from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import Manifest, maker, read_manifest
+from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.tools.facts import CARD, is_card, make_card
 from kdtrain.errors import UsageError, log, printable
-from kdtrain.files import parse_json, typed
+from kdtrain.files import read_json
 from kdtrain.net.address import Address
 from kdtrain.plugins.push import LICENSES, PushConfig
 from kdtrain.plugins.push.model_card import license_lines
 from kdtrain.tables import markdown_text
 
 PREVIEW = "preview.parquet"
+MOST = 2**25
+"""Bytes of a record in the repository, or beside a student, at most."""
+Fetch = Callable[[str], Path | None]
+"""The path of a file of the repository -> the file, here; None: it has none."""
 _ROWS, _POSITIONS, _ENTRIES = 100, 64, 5
 """Rows of the preview; of each, positions that are shown, and the best entries of a position."""
 _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
@@ -37,32 +40,26 @@ class Upload(NamedTuple):
     """Paths in the repository of files that go in the same commit."""
 
 
-def plan_cache(config: PushConfig, folder: Path, address: Address, there: bytes | None, beside: Path) -> Upload:
-    """Plan the upload of a cache. there: the manifest in the repository. beside: a folder for card and preview.
+def plan_cache(config: PushConfig, folder: Path, address: Address, fetch: Fetch, beside: Path) -> Upload:
+    """Plan the upload of a cache. fetch: fetches a file of the repository. beside: a folder for card and preview.
 
     UsageError: it is damaged or unfinished, or the repository holds another cache.
     """
-    manifest = read_manifest(folder)
-    if there is not None:
+    cache = kd.Cache(folder)
+    manifest = cache.manifest
+    if (found := fetch(manifest.files[-1])) is not None:
         try:
-            other = typed(parse_json(there.decode()), dict[str, Any]).get("digest")
-        except ValueError:
+            other = read_json(found, dict[str, Any], MOST).get("digest")
+        except (OSError, ValueError):
             other = "unknown"
         if other != manifest.digest:
             raise UsageError(f"{address} holds another cache (digest {str(other)[:12]}); name another data set")
         log.info("%s holds this very cache already; its card and preview are written again", address)
     log.info("comparing every digest of %s", folder)
-    cache = kd.Cache(folder)
     if problems := cache.verify():
         more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
-        again = maker(manifest)
-        raise UsageError(f"{problems[0]}{more}: run kdtrain verify {folder} --repair, then {again} again")
-    names = [cache_format.SETTINGS, cache_format.INDEX]
-    names += [f"{cache_format.TOKENIZER}/{name}" for name in manifest.tokenizer_files]
-    for split in manifest.splits.values():
-        for shard in split["shards"]:
-            names += [f"{cache_format.SHARDS}/{shard['name']}.{suffix}" for suffix in ("h5", "json")]
-    files = {name: folder / name for name in [*names, cache_format.MANIFEST]}
+        raise UsageError(f"{problems[0]}{more}: run kdtrain verify {folder} --repair, then {manifest.maker} again")
+    files = {name: folder / name for name in manifest.files}
     if _write_preview(cache, beside / PREVIEW):
         files[PREVIEW] = beside / PREVIEW
     head = _head(manifest, str(config.license_outputs), PREVIEW in files)
@@ -101,7 +98,7 @@ def _write_preview(cache: "kd.Cache", path: Path) -> bool:
         log.warning("no preview, which needs datasets: pip install 'kdtrain[data]'")
         return False
     try:
-        tokenizer: Any = load_tokenizer(str(cache.folder / cache_format.TOKENIZER))
+        tokenizer: Any = load_tokenizer(cache.tokenizer)
     except UsageError as error:
         log.warning("no text in the preview: %s", error)
         tokenizer = None

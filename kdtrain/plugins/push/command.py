@@ -10,31 +10,25 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.tools.facts import CARD
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
     file_digest,
     files_below,
-    parse_json,
-    publish_json,
     read_json,
     read_sealed,
     refuse_links,
     typed,
 )
 from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
-from kdtrain.monitor.facts import is_run
+from kdtrain.monitor.facts import is_cache, is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.address import Address, parse_address
-from kdtrain.net.hub import LOGIN, api, ask, fetch_file
+from kdtrain.net.hub import Repository
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.push import PushConfig
-from kdtrain.plugins.push.cache import Upload, plan_cache
+from kdtrain.plugins.push.cache import MOST, Upload, plan_cache
 from kdtrain.plugins.push.model_card import student_card
-from kdtrain.tables import show
-
-_MOST = 2**25
-"""Bytes of a record in the repository, or beside a student, at most."""
 
 
 class _Origin(TypedDict):
@@ -49,7 +43,7 @@ def main(config: PushConfig) -> int:
     UsageError: it is damaged, unfinished or neither cache nor student, the address is none on the hub or holds
     something else, or no permission. RunError: the hub does not answer.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     setup_logging()
     folder = config.path
@@ -61,8 +55,7 @@ def main(config: PushConfig) -> int:
         raise UsageError(f"{folder}: there is no such folder; name a cache, a run or an export")
     name = address.repository
     kind = "dataset"
-    caches = (cache_format.MANIFEST, cache_format.SETTINGS, cache_format.SHARDS)
-    if any((folder / each).exists() for each in caches):
+    if is_cache(folder):
         config.refuse_missing()
     else:
         folder = _export_in(folder)
@@ -71,34 +64,35 @@ def main(config: PushConfig) -> int:
         if any(config.licenses.values()):
             raise UsageError("a student's licence is kdtrain export --license; leave the licences of a cache out")
     refuse_links(folder)
-    hub = api()
-    if get_token() is None:
-        raise UsageError(f"{address}: no token for the hub; {LOGIN}")
+    there = Repository(address, kind)
+    there.refuse_no_token()
     # before minutes go into digests
-    url = ask(address, lambda: hub.create_repo(name, repo_type=kind, private=config.private or None, exist_ok=True))
-    info: Any = ask(address, lambda: hub.repo_info(name, repo_type=kind))
+    private = config.private or None
+    url = there.ask(lambda hub: hub.create_repo(name, repo_type=kind, private=private, exist_ok=True))
+    info: Any = there.ask(lambda hub: hub.repo_info(name, repo_type=kind))
     if config.private and not info.private:
         raise UsageError(f"{address} is public; leave --private out, or make it private on the hub first")
     names = {each.rfilename for each in info.siblings or ()}
 
-    def there(file: str) -> bytes | None:
-        return fetch_file(address, file, most=_MOST, kind=kind).read_bytes() if file in names else None
+    def fetch(file: str) -> Path | None:
+        return there.fetch(file, MOST) if file in names else None
 
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as beside:
         if kind == "dataset":
-            upload = plan_cache(config, folder, address, there(cache_format.MANIFEST), Path(beside))
+            upload = plan_cache(config, folder, address, fetch, Path(beside))
         else:
-            upload = _plan_student(folder, address, there(ORIGIN), names, Path(beside))
+            upload = _plan_student(folder, address, fetch(ORIGIN), names, Path(beside))
         files = dict(upload.files)
-        if (card := there(CARD)) is not None and not upload.owns(card):
+        if (card := fetch(CARD)) is not None and not upload.owns(card.read_bytes()):
             log.warning("%s has a %s that kdtrain did not write; it stays as it is", address, CARD)
             del files[CARD]
         log.info("uploading %d files of %s to %s", len(files), folder, address)
         changes: list[Any] = [CommitOperationAdd(file, str(path)) for file, path in files.items()]
         changes += [CommitOperationDelete(file) for file in sorted(upload.remove)]
-        commit = ask(address, lambda: hub.create_commit(name, changes, repo_type=kind, commit_message=upload.message))
+        how: dict[str, Any] = {"repo_type": kind, "commit_message": upload.message}
+        commit = there.ask(lambda hub: hub.create_commit(name, changes, **how))
     result = {**upload.result, "to": str(address), "url": str(url), "commit": str(commit.oid)}
-    show(f"pushed {folder}", result, config.json)
+    config.show(f"pushed {folder}", result)
     return 0
 
 
@@ -112,7 +106,7 @@ def _export_in(path: Path) -> Path:
     raise UsageError(f"{path} holds neither a cache nor an exported student; name a cache, a run or an export")
 
 
-def _plan_student(folder: Path, address: Address, there: bytes | None, names: Collection[str], beside: Path) -> Upload:
+def _plan_student(folder: Path, address: Address, there: Path | None, names: Collection[str], beside: Path) -> Upload:
     """Plan the upload of a student.
 
     Files of an earlier export that this one lacks are removed from the repository.
@@ -128,7 +122,7 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
         if name not in below or (name != CARD and file_digest(below[name]) != digest):  # a card may be edited
             raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")
     if (folder / ADAPTER_CONFIG).is_file():
-        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], _MOST).get("base_model_name_or_path")
+        base = read_json(folder / ADAPTER_CONFIG, dict[str, Any], MOST).get("base_model_name_or_path")
         if not isinstance(base, str) or not is_hub_id(base) or Path(base).exists():
             raise UsageError(
                 f"nobody else has {printable(str(base))}, the base of these adapters; publish that, and name it with "
@@ -137,8 +131,8 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
     ours = dict[str, str]()
     if there is not None:
         try:
-            ours = typed(parse_json(there.decode()), _Origin)["files"]
-        except ValueError as error:
+            ours = read_json(there, _Origin, MOST)["files"]
+        except (OSError, ValueError) as error:
             raise UsageError(f"{address}: {ORIGIN} there is not what kdtrain writes ({error})") from None
     elif other := sorted({*names} - {".gitattributes", CARD}):
         raise UsageError(
@@ -149,7 +143,7 @@ def _plan_student(folder: Path, address: Address, there: bytes | None, names: Co
     if CARD in files and file_digest(below[CARD]) == files[CARD] and (card := student_card(folder, files)) is not None:
         (beside / CARD).write_text(card, encoding="utf-8")
         stated = {**files, CARD: file_digest(beside / CARD)}
-        publish_json(beside / ORIGIN, {**record, "files": stated}, "push.origin")
+        OutFolder(beside).publish(ORIGIN, {**record, "files": stated}, "push.origin")
         sent |= {name: beside / name for name in (CARD, ORIGIN)}
     return Upload(
         sent,

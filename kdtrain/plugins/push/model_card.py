@@ -12,7 +12,7 @@ from typing import Any
 
 from kdtrain.cache.tools.facts import CARD
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.values import options_of, written
+from kdtrain.config.values import options_of
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_text
 from kdtrain.models.spec import ADAPTER_CONFIG, is_hub_id, read_spec
@@ -55,7 +55,7 @@ def student_card(folder: Path, files: Collection[str]) -> str | None:
 
 def _changed(lines: list[str], recipe: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a recipe whose options differ from the defaults, each section by its name."""
-    usual = {name: written(each.field, each.default) for name, each in options_of(DistillConfig).items()}
+    usual = {name: each.written for name, each in options_of(DistillConfig).items()}
     section = dict[str, Any]()
     waiting = list[str]()
     for line in lines:

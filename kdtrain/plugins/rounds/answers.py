@@ -21,17 +21,16 @@ from msgspec import Meta
 from kdtrain.cache.format.names import POLICY
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import assign, documents_of, rank
-from kdtrain.data.formats import Columns, Document, LeftOut, row_format
+from kdtrain.data.formats import Document
 from kdtrain.data.packed import PackedRow
-from kdtrain.data.packing import Encoder, prompt_row
-from kdtrain.data.rows import parse_line, read_lines
+from kdtrain.data.packing import Encoder
+from kdtrain.data.rows import RowFile
 from kdtrain.errors import UsageError, log, panics_refused
 from kdtrain.files import typed
 from kdtrain.models.tokenizer import filler_token
 
 SEEN = "teacher_prompt"
 """The teacher's own prompt in `PackedRow.kept`: its tokens, and -1 behind them."""
-_FORM = row_format("", Columns(format="prompt-completion", prompts=True), ("prompt", "completion"))
 
 
 class PromptReader:
@@ -54,10 +53,8 @@ class PromptReader:
         """Return the tokens of a prompt. UsageError, with the key: it has none, or is no text, messages or ids."""
         found = list(given) if isinstance(given, list) and all(type(each) is int for each in given) else []
         if not found:
-            try:
-                _FORM.convert(key, {"prompt": given})
-            except LeftOut as why:
-                found = [] if why.prompt is None else self.encoder.prompt(why.prompt)
+            if (document := Document.of_prompt(key, given)) is not None:
+                found = self.encoder.prompt(document)
             self.encoder.masks.refuse_none()
         return self._known(key, found)
 
@@ -78,7 +75,7 @@ class PromptReader:
         self, prompt: list[int], answer: list[int], logprobs: list[float] | None = None, seen: list[int] | None = None
     ) -> PackedRow:
         """Make a row with the answer; where known, log p of each label and the teacher's own prompt, `seen`."""
-        found = prompt_row(prompt, seq_len=self.seq_len, max_new_tokens=len(answer), filler=self.filler)
+        found = PackedRow.prompt(prompt, seq_len=self.seq_len, max_new_tokens=len(answer), filler=self.filler)
         found.tokens[1:][found.loss_mask] = answer
         if logprobs is not None:
             found.kept[POLICY] = np.zeros(self.seq_len, np.float32)
@@ -129,10 +126,9 @@ def read_answers(
     ids = False
     policies, known = set[str | None](), set[tuple[bool, bool]]()
     with closing(reader):
-        for number, text in read_lines(path):
-            key = f"{path}, line {number}"
+        for key, value in RowFile(path).values():
             try:
-                line = typed(parse_line(text, key), _Line)
+                line = typed(value, _Line)
             except ValueError as error:
                 raise UsageError(f"{key} is not a prompt with its answer: {error}") from None
             if not prompts:
@@ -221,10 +217,7 @@ def _before_answer(document: Document) -> int:
 
 def _for_teacher(document: Document) -> Document:
     """Return what the teacher reads in place of a document. UsageError: its prompt is of another kind."""
-    try:
-        _FORM.convert(document.key, {"prompt": document.teacher_prompt})
-    except LeftOut as why:
-        own = why.prompt or Document(document.key)
+    own = Document.of_prompt(document.key, document.teacher_prompt) or Document(document.key)
     if document.messages is not None and own.messages is not None:
         messages = [*own.messages, *document.messages[document.prompt :]]
         return replace(own, messages=messages, prompt=len(own.messages))

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, making, printable
-from kdtrain.files import hidden_folder, publish_text, published, sweep
+from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.models.export import export_model
-from kdtrain.models.tokenizer import tokenizer_files
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers
 from kdtrain.ranks import on_main, raise_on_all_ranks
 
@@ -62,17 +61,15 @@ def write_elsewhere(
                 lines[-1]["teacher_prompt"] = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
 
     def write() -> bool:
-        folder = path.parent
+        folder = OutFolder(path.parent)
         prompts = path.with_suffix(".prompts")
         if path.exists():
             return True
-        with making(folder):
-            folder.mkdir(exist_ok=True)
-        sweep(folder)
-        publish_text(prompts, "".join(f"{json.dumps(each)}\n" for each in lines), "rounds.prompts")
+        folder.sweep()
+        folder.publish(prompts.name, "".join(f"{json.dumps(each)}\n" for each in lines), "rounds.prompts")
         try:
-            with hidden_folder(folder / "student") as student, published(path, "rounds.answers") as out:
-                export_model(model, tokenizer_files(tokenizer), student)
+            with folder.hidden("student") as student, folder.published(path.name, "rounds.answers") as out:
+                export_model(model, tokenizer, student)
                 _run(command, {"{model}": student, "{prompts}": prompts, "{out}": out}, stopping)
                 read_answers(out, reader, prompts=lines)
         except UsageError as error:

@@ -17,7 +17,7 @@ import torch
 
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.errors import RunError, UsageError, log
-from kdtrain.monitor.rules import RULES, Rule, Signs
+from kdtrain.monitor.rules import Rule, Signs
 
 ROWS = 256
 """Rows of which the teacher's numbers are read."""
@@ -111,8 +111,8 @@ def beside_first(found: Mapping[str, float], first: Mapping[str, float]) -> dict
 def refuse_collapse(found: Mapping[str, float]) -> None:
     """Raise RunError if, by a rule below, the text of a round has collapsed."""
     signs = Signs(step=0, numbers=found)
-    for kind, (rule, test) in RULES.items():
-        if kind.startswith("rollouts-") and (text := test(signs)) is not None:
+    for rule, test in _COLLAPSED:
+        if (text := test(signs)) is not None:
             raise RunError(f"{text}; --on-collapse stop ends the run here; {rule.knob}", reason="collapse")
 
 
@@ -167,7 +167,12 @@ def _pair(signs: Signs, name: str) -> tuple[float, float] | None:
     return None if now is None or first is None else (now, first)
 
 
-@Rule("lower --lr, mix with fixed text (--rollout-share 0.5), or give --max-new-tokens more room", each_step=True)
+_LENGTH_RULE = Rule(
+    "lower --lr, mix with fixed text (--rollout-share 0.5), or give --max-new-tokens more room", each_step=True
+)
+
+
+@_LENGTH_RULE
 def rollouts_length(signs: Signs) -> str | None:
     """Warn of texts that became much shorter or longer."""
     if (pair := _pair(signs, "length")) is None or _SHORTER * pair[1] <= pair[0] <= _LONGER * pair[1]:
@@ -175,7 +180,10 @@ def rollouts_length(signs: Signs) -> str | None:
     return f"the student's texts have {pair[0]:.1f} tokens, and had {pair[1]:.1f} in the first round"
 
 
-@Rule("mix with fixed text that ends (--rollout-share 0.5), or raise --max-new-tokens", each_step=True)
+_ENDED_RULE = Rule("mix with fixed text that ends (--rollout-share 0.5), or raise --max-new-tokens", each_step=True)
+
+
+@_ENDED_RULE
 def rollouts_ended(signs: Signs) -> str | None:
     """Warn of texts that no longer end."""
     if (pair := _pair(signs, "ended")) is None or pair[0] >= _ENDED * pair[1]:
@@ -183,17 +191,33 @@ def rollouts_ended(signs: Signs) -> str | None:
     return f"{pair[0]:.1%} of the student's texts end, and {pair[1]:.1%} did in the first round"
 
 
-@Rule("lower --lr, mix with fixed text (--rollout-share 0.5), or begin with --cold-start", each_step=True)
+_REPEATED_RULE = Rule(
+    "lower --lr, mix with fixed text (--rollout-share 0.5), or begin with --cold-start", each_step=True
+)
+
+
+@_REPEATED_RULE
 def rollouts_repeat(signs: Signs) -> str | None:
     """Warn of texts that repeat themselves."""
     share = signs.numbers.get("rollouts/repeated", 0.0)
     return None if share <= _REPEATED else f"{share:.1%} of the 3-grams of the student's texts are repetitions"
 
 
-@Rule("begin with --cold-start, or with prompts that the teacher knows", each_step=True)
+_STRANGE_RULE = Rule("begin with --cold-start, or with prompts that the teacher knows", each_step=True)
+
+
+@_STRANGE_RULE
 def rollouts_strange(signs: Signs) -> str | None:
     """Warn of texts that the teacher predicts worse than a bigram of the fixed text."""
     loss, bigram = (signs.numbers.get(f"rollouts/{name}") for name in ("teacher_loss", "bigram_loss"))
     if loss is None or bigram is None or loss <= bigram:
         return None
     return f"the teacher's loss on the student's texts is {loss:.3f}, above the {bigram:.3f} of a bigram of the text"
+
+
+_COLLAPSED = (
+    (_LENGTH_RULE, rollouts_length),
+    (_ENDED_RULE, rollouts_ended),
+    (_REPEATED_RULE, rollouts_repeat),
+    (_STRANGE_RULE, rollouts_strange),
+)

@@ -13,7 +13,7 @@ from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.sections import CodecConfig
-from kdtrain.data.packing import prompt_row
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError, as_whole
 from kdtrain.files import json_digest
 from kdtrain.models.loading import model_digest
@@ -86,7 +86,8 @@ def rollouts(
         raise UsageError("prompts is empty; give a text, a conversation or token ids for each row")
     seq_len = max(map(len, found)) + as_whole(max_new_tokens, "max_new_tokens", 1) - 1
     found.sort(key=len)
-    rows = [prompt_row(each, seq_len=seq_len, max_new_tokens=max_new_tokens, filler=reader.filler) for each in found]
+    room = {"seq_len": seq_len, "max_new_tokens": max_new_tokens}
+    rows = [PackedRow.prompt(each, **room, filler=reader.filler) for each in found]
     settings = CacheSettings(
         codec=CodecSpec.requested(CodecConfig(top_k=top_k, num_samples=num_samples), teacher.vocab_size),
         seq_len=seq_len,

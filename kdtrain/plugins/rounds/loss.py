@@ -18,12 +18,13 @@ What it gives up: truncation biases the gradient where the student has moved far
 Shape suffixes: R rows, H top-k entries.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdtrain.objective.divergence import Divergence, reverse_kl
+from kdtrain.config.choices import DIVERGENCES
 from kdtrain.objective.targets import SparseTargets, Supervision
 
 LARGEST = 2.0
@@ -59,5 +60,7 @@ def _of_label(statistics: Any, rows: Supervision) -> Tensor:
     return value_R + (moving_R - moving_R.detach())
 
 
-SAMPLED_REVERSE_KL = Divergence(reverse_kl, frozenset({"sparse", "sampled", "drawn"}), of_label=_of_label)
+SAMPLED_REVERSE_KL = replace(
+    DIVERGENCES.get("reverse-kl"), accepts=frozenset({"sparse", "sampled", "drawn"}), of_label=_of_label
+)
 """Over events, of which it is not computed, it is the reverse KL."""

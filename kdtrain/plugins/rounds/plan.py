@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 from torch.distributed.tensor import DTensor
 
-from kdtrain.cache.format.codec import stated_range
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import SETTINGS, holds_nothing
+from kdtrain.cache.format.names import SETTINGS
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.write.answers import ShardRows
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.choices import DIVERGENCES
-from kdtrain.data.order import batch as in_order
+from kdtrain.data.order import Order
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import UsageError, log, writing
-from kdtrain.files import json_digest, publish_json, read_sealed, typed
+from kdtrain.errors import UsageError, log
+from kdtrain.files import json_digest, read_sealed, typed
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
+from kdtrain.outputs import OutFolder
 from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import Score, load_score, mean_score, show_texts, texts
@@ -46,10 +46,10 @@ from kdtrain.plugins.rounds.writing import (
     prompts_digest,
     round_settings,
 )
-from kdtrain.ranks import all_reduce_max, on_main, raise_on_all_ranks
+from kdtrain.ranks import on_main, raise_on_all_ranks
 from kdtrain.tables import duration
 from kdtrain.teaching.teacher import Writing, open_teacher
-from kdtrain.training.sources.cache import CachedData, CachedSource
+from kdtrain.training.sources.cache import CachedData, open_sources
 from kdtrain.training.sources.plan import DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
@@ -102,15 +102,15 @@ class ReplayedData(DataPlan):
             ) from None
         except ValueError as error:
             raise UsageError(f"{path} is not what a run writes ({error}); give another --rollouts") from None
-        facts = replace(CachedSource(LocalCache(first)["train"]).facts, name=str(self.run), identity=identity)
-        fixed = CachedData(self.config, self.config.cache).sources if self.config.cache else None
+        known = open_sources(self.config, [LocalCache(first)])["train"].facts
+        facts = replace(known, name=str(self.run), identity=identity)
+        fixed = open_sources(self.config, self.config.cache) if self.config.cache else None
         if Fraction(shape.share) < 1 and fixed is None:
             raise UsageError(f"--rollouts {self.run} mixes its rounds with fixed text; give its --cache too")
         return facts, shape, fixed
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        text = LocalCache(self.run / _TEXT)
-        own: dict[str, Source] = {split: CachedSource(text[split]) for split in text}
+        own = open_sources(self.config, [LocalCache(self.run / _TEXT)])
         sources = split_sources(self.config, self.known, self.shape, self.run / ROLLOUTS, None, own, self.fixed)
         return sources, own["validation"]
 
@@ -154,7 +154,7 @@ class RoundsData(DataPlan):
         self.request, self.config, self.given = request, config, config.plugins["rounds"]
         with raise_on_all_ranks():
             self.teacher: Any = request.teacher or self._served()
-            self.fixed = CachedData(config, config.cache).sources if config.cache else None
+            self.fixed = open_sources(config, config.cache) if config.cache else None
         # of the plans that are left the one of the text: what a server answers about that is not requested
         own = replace(config, data=replace(config.data, document_mask=False))  # a rollout is a row of its own
         self.text = replace(request, config=own, teacher=self.teacher, names=request.names[-1:]).next()
@@ -177,7 +177,7 @@ class RoundsData(DataPlan):
     def _facts(self, identity: str, tokenizer: Path | None) -> Facts:
         """Describe the rollouts. UsageError: fixed text does not fit beside them."""
         codec = self.codec
-        span = stated_range(codec)
+        span = codec.stated_range
         theirs = self.teacher.tokenizer
         found = Facts(
             name=str(self.config.out / ROLLOUTS),
@@ -245,7 +245,7 @@ class RoundsData(DataPlan):
         decides += [given.gen_temperature, given.gen_top_p, given.rollout_batch_size, config.teacher]
         decides += [given.teacher_system, *more]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
-        facts = self._facts(identity, prompts.folder / "tokenizer")
+        facts = self._facts(identity, prompts.tokenizer)
         writer = RoundWriter(self, prompts, shape, facts, seen, rows_)
         return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
 
@@ -292,11 +292,7 @@ class RoundWriter:
 
         The folder of a round by other weights stays, and the next attempt begins.
         """
-        if not folder.exists() or holds_nothing(folder):
-            return True
-        return (folder / SETTINGS).exists() and CacheSettings.stored(folder) == self._settings(number, attempt)[
-            0
-        ].to_json()
+        return self._settings(number, attempt)[0].fits(folder)
 
     def write(self, number: int, attempt: int, folder: Path) -> Mapping[str, float]:
         """Write the round, as `source.Writer` has it."""
@@ -311,10 +307,11 @@ class RoundWriter:
         answers.logits = None  # whose fidelity is not measured each round
         on_main(lambda: self._state_shape(folder.parent))
         log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
-        tokenizer = self.prompts.folder / "tokenizer"
+        tokenizer = self.prompts.tokenizer
         each, size = self.shape.rows, len(self.prompts["train"])
+        order = Order.shuffled(self.config.seed, size, _STREAM)
         rows = {
-            "train": in_order(self.config.seed, (number - 1) * each, each, size, _STREAM),
+            "train": order.batch((number - 1) * each, each),
             "validation": np.arange(len(self.prompts["validation"])),
         }
         splits: Any = {split: self._rows(split, own, self._length(number)) for split, own in rows.items()}
@@ -366,9 +363,8 @@ class RoundWriter:
     def _state_shape(self, folder: Path) -> None:
         """Write what a replay needs besides the rounds."""
         if not (folder / SHAPE).exists():
-            with writing(folder):
-                folder.mkdir(exist_ok=True)
-            publish_json(folder / SHAPE, {"identity": self.facts.identity, "shape": asdict(self.shape)}, "rounds.shape")
+            record = {"identity": self.facts.identity, "shape": asdict(self.shape)}
+            OutFolder(folder).publish(SHAPE, record, "rounds.shape")
 
     def _settings(self, number: int, attempt: int) -> tuple[CacheSettings, Writing]:
         """Return the settings of a round by the student with its present weights."""
@@ -420,5 +416,5 @@ class RoundWriter:
 
     def _stop_together(self, done: int, total: int | None) -> None:
         """Raise Interrupted on every rank if a stop was requested on one; called before each batch."""
-        if all_reduce_max(int(self.data.request.stopping())):
+        if self.data.request.stopping_on_any():
             raise Interrupted

@@ -26,18 +26,16 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.format.names import MANIFEST
 from kdtrain.cache.read.reader import CacheReader, LocalCache
-from kdtrain.data.order import Order, permutation
+from kdtrain.data.order import Order
 from kdtrain.errors import RunError
 from kdtrain.files import typed
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.rounds.figures import beside_first, figures, refuse_collapse, some
 from kdtrain.plugins.rounds.writing import Interrupted
 from kdtrain.ranks import on_main, raise_on_all_ranks
-from kdtrain.training.sources.source import Facts, Source, joined, order_of
-from kdtrain.training.sources.source import meet as meet_source
+from kdtrain.training.sources.source import Facts, Source, order_of
 
 STRIDE = 2**32
 """Row r of round n has the index n STRIDE + r; fixed text is round 0."""
@@ -102,6 +100,11 @@ class Fixed:
         """Return this source: it has targets."""
         return self
 
+    def meet(self, student: Any, teacher: Any) -> None:
+        """Hand the student on; the source has the answers of its own teacher."""
+        if hasattr(self.source, "meet"):
+            self.source.meet(student, teacher)
+
     def read(self, indices: np.ndarray) -> Batch:
         return self.source.read(indices)
 
@@ -128,7 +131,7 @@ class Rounds:
     _: KW_ONLY
     seed: int
     writer: Writer | None
-    fixed: Source | None
+    fixed: Fixed | None
     text: Source | None = None
     sampled: bool = False
     stops: bool = False
@@ -158,7 +161,7 @@ class Rounds:
         if self.writer is not None:
             self.writer.meet(student, teacher)
         if self.fixed is not None:
-            meet_source(self.fixed, student, teacher)
+            self.fixed.meet(student, teacher)
 
     def taught_by(self, teacher: Any, device: Any) -> "Rounds":
         """Return this source: the teacher's targets are in the rounds."""
@@ -193,7 +196,9 @@ class Rounds:
         turn, age = divmod(offset, mixed)
         # each round gives another part of its rows as it grows old
         epoch, row = divmod(turn + age * (shape.rows // (shape.stale + 1)), shape.rows)
-        return (now - age) * STRIDE + int(permutation(seed, epoch, shape.rows, now - age)[row])
+        return (now - age) * STRIDE + int(
+            Order.shuffled(seed, shape.rows, now - age).batch(epoch * shape.rows + row, 1)[0]
+        )
 
     # The rounds ------------------------------------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class Rounds:
         spent = dict[str, float]()
         if self.writer is not None:
             spent |= self.writer.write(number, attempt, folder)
-        digest = read_manifest(folder).digest
+        digest = LocalCache(folder).manifest.digest
         with raise_on_all_ranks():
             if on_main(lambda: digest) != digest:
                 raise RunError(f"{folder} is another round on this rank than on rank 0; give all ranks one --out")
@@ -264,7 +269,7 @@ class Rounds:
             raise RunError("stopped while the student wrote; the same command resumes")
         runs = np.split(np.arange(len(indices)), np.flatnonzero(np.diff(numbers)) + 1)
         parts = [self._part(int(numbers[run[0]]), indices[run] % STRIDE) for run in runs]
-        return joined(parts, taught=True)
+        return Batch.joined(parts, taught=True)
 
     def _part(self, number: int, rows: np.ndarray) -> Batch:
         if not number:
@@ -312,7 +317,7 @@ class Rounds:
             if path not in self._digests:
                 if not (path / MANIFEST).exists():
                     return "missing"
-                self._digests[path] = read_manifest(path).digest
+                self._digests[path] = LocalCache(path).manifest.digest
             sha.update(self._digests[path].encode())
         return sha.hexdigest()
 

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import POLICY, WRITTEN
-from kdtrain.cache.format.spec import SAMPLING
+from kdtrain.cache.format.names import POLICY
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
@@ -62,13 +61,10 @@ def round_settings(base: CacheSettings, how: Writing, prompts: Mapping[str, Any]
     """Return `base`, which has codec and teacher, for text that is written thus. prompts: what they are cut to."""
     assert how.policy is not None
     seed = hashlib.sha256(f"{how.seed} {how.policy['round']} {how.policy['attempt']}".encode())
-    return replace(
-        base,
-        codec=replace(base.codec, written=True),
+    return base.written(
         data={**base.data, "generated": {**prompts, **how.to_json()}},
         seed=int.from_bytes(seed.digest()[:6]),
-        sampling=SAMPLING if base.codec.num_samples else None,
-        format_version=WRITTEN,
+        sampling=base.codec.sampling,
     )
 
 

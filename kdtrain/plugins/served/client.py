@@ -31,11 +31,10 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-import requests
 
 from kdtrain.errors import RunError, UsageError, log, printable, shown_address
 from kdtrain.net.address import ALLOW_HTTP, is_inside
-from kdtrain.net.request import LATER, Passing, Session, body, reason, retry_after
+from kdtrain.net.request import Passing, Session
 from kdtrain.plugins.served.answers import Choice, Wrong
 from kdtrain.plugins.served.engine import Engine
 from kdtrain.plugins.served.options import KEY, api_url
@@ -287,41 +286,34 @@ class Client:
         # Proxies of the environment reach no host inside, and through http they would read the key.
         session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
         session.until = time.monotonic() + self.timeout
+        key = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         try:
-            with session.request(
+            reply = session.exchange(
                 "GET" if content is None else "POST",
                 url,
+                most=most,
                 data=None if content is None else msgspec.json.encode(content),
-                headers={"Content-Type": "application/json"}
-                | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"}),
+                headers={"Content-Type": "application/json", **key},
                 timeout=(CONNECT, self.timeout),
-            ) as answer:
-                if answer.is_redirect:
-                    target = shown_address(quoted(answer.headers.get("Location", "")))
-                    raise Refused(answer.status_code, f"it redirects to {target}, which is not followed")
-                code = answer.status_code
-                wait = retry_after(answer)
-                found = bytearray()
-                for piece in body(answer):
-                    found += piece
-                    if len(found) > most and code == 200:
-                        raise Wrong(f"more than {most:,} bytes")
-                    if len(found) > most:
-                        break
-        except (requests.RequestException, requests.exceptions.BaseHTTPError) as error:
-            words, kind = reason(error)
-            if kind == "final":
-                raise Refused(0, words) from None
+            )
+        except Passing:
             host.doubted = True
-            raise Passing("the answer takes too long" if time.monotonic() >= session.until else words) from None
+            raise
+        if reply.target is not None:
+            target = shown_address(quoted(reply.target))
+            raise Refused(reply.code, f"it redirects to {target}, which is not followed")
+        if not reply.code:
+            raise Refused(0, reply.content.decode())
+        if reply.cut and reply.code == 200:
+            raise Wrong(f"more than {most:,} bytes")
         self._thread.session = session  # one that failed is not used again
-        if code == 200:
-            return bytes(found)
-        words = quoted(_words_of(bytes(found))) or "nothing more"
-        if code in LATER or code >= 500:
-            host.doubted = host.doubted or code != 429
-            raise Passing(f"it answers {code}: {words}", wait)
-        raise Refused(code, words)
+        if reply.code == 200:
+            return reply.content
+        words = quoted(_words_of(reply.content)) or "nothing more"
+        if reply.may_pass:
+            host.doubted = host.doubted or reply.code != 429
+            raise Passing(f"it answers {reply.code}: {words}", reply.wait)
+        raise Refused(reply.code, words)
 
 
 def _key() -> str | None:

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kdtrain.cache.format.spec import SAMPLING, CodecSpec
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.files import typed
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class SampleRequest(
         """Return the receipts int64 [N] in [-2**30, -1], which show that these positions were sampled."""
         from kdtrain.cache.format.codec import uniforms
 
-        purpose = f"receipt {VERSION} {self.number} {SAMPLING}"
+        purpose = f"receipt {VERSION} {self.number} grid"
         return -1 - (uniforms(purpose, self.seed, self.split, self.row, self.first + stop)[self.first + start :] >> 2)
 
 
@@ -110,7 +110,6 @@ def sample(logits_NV: Tensor, labels_N: Tensor, request: SampleRequest, start: i
     import torch
 
     from kdtrain.cache.format.codec import encode_on_device
-    from kdtrain.cache.format.spec import ABSENT
 
     stop = start + len(labels_N)
     device = logits_NV.device
@@ -124,7 +123,7 @@ def sample(logits_NV: Tensor, labels_N: Tensor, request: SampleRequest, start: i
     kept = encode_on_device(logits_NV, labels_N, spec, request.points(start, stop), compile=False, cells=cells)
     numbers = [kept["label_logprob"].masked_fill(broken_N, torch.nan), kept["tail"][:, 1]]
     numbers += [kept["logit_mean"], kept["logit_std"]]
-    ids_ND = torch.where(kept["ids"] == ABSENT, labels_N[:, None], kept["ids"])
+    ids_ND = torch.where(kept["counts"] == 0, labels_N[:, None], kept["ids"])
     ids_NC = torch.cat([labels_N[:, None].expand(-1, 1 + _NUMBERS), ids_ND], -1)
     numbers_NC = torch.cat([torch.stack(numbers, -1), kept["counts"].float()], -1)
     receipts_N = torch.from_numpy(request.receipts(start, stop)).to(device)

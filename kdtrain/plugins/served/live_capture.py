@@ -27,13 +27,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from kdtrain.cache.format.codec import stated_range
-from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_manifest, read_sidecar
-from kdtrain.cache.format.names import MANIFEST, SHARDS, TOKENIZER, shard_name
+from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_sidecar
+from kdtrain.cache.format.names import MANIFEST, SHARDS, shard_name
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import RunError, UsageError, log, writing
-from kdtrain.files import remove_file, typed
+from kdtrain.errors import RunError, UsageError, log
+from kdtrain.files import typed
+from kdtrain.outputs import OutFolder
 
 AHEAD = 4
 """Shards after the one that is read that are captured ahead."""
@@ -172,7 +172,7 @@ class LiveCache(LocalCache):
 
     def bring_tokenizer(self) -> None:
         """Wait until the folder has a tokenizer. RunError: it will not."""
-        self._wait(lambda: (self.folder / TOKENIZER).is_dir())
+        self._wait(lambda: self.tokenizer.is_dir())
 
     def ensure(self, record: Any, altered: bool = False) -> Path:
         """Wait until a shard is published, and fill in its record. RunError: it will not be.
@@ -240,8 +240,7 @@ class LiveCache(LocalCache):
 
     def _start(self) -> None:
         if self._thread is not None and (self.folder / MANIFEST).exists():
-            with writing(self.folder):  # it was finished with less than the run reads now
-                remove_file(self.folder / MANIFEST)
+            OutFolder(self.folder).remove(MANIFEST)  # it was finished with less than the run reads now
         # a daemon: the end of the process does not wait for a server
         self._thread = threading.Thread(target=self._work, daemon=True, name="capture")
         self._thread.start()
@@ -250,7 +249,7 @@ class LiveCache(LocalCache):
         error: BaseException | None = None
         try:
             self._capture.build(self.begin)
-            done = self._validation + read_manifest(self.folder).splits["train"]["sequences"]
+            done = self._validation + LocalCache(self.folder).manifest.splits["train"]["sequences"]
         except _Abandoned:
             return
         except BaseException as found:
@@ -299,7 +298,7 @@ def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:
         settings=settings,
         splits=splits,
         fidelity=None,
-        temperature_range=cast(Any, stated_range(settings.codec)),
+        temperature_range=cast(Any, settings.codec.stated_range),
         bytes_per_token={},
         index_sha256="",
         tokenizer_files={},

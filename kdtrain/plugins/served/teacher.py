@@ -28,12 +28,12 @@ import torch
 from kdtrain.cache.format.codec import decode
 from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.tools.self_check import examine, kept_mass
+from kdtrain.cache.tools.self_check import Look
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.sections import CodecConfig
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest
-from kdtrain.models.loading import vocabulary
+from kdtrain.models.loading import configuration
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.plugins.served.answers import Arrays, Span, answers_of, spans_of
@@ -96,7 +96,7 @@ class ServedTeacher(Preflight):
             return stated
         source = self.spec.source or self.spec.tokenizer
         try:
-            return vocabulary(replace(self.spec, source=source))
+            return int(configuration(replace(self.spec, source=source), None).get_text_config().vocab_size)
         except UsageError as error:
             bare = source and os.path.isdir(source) and not os.path.exists(os.path.join(source, "config.json"))
             why = f"{source} has no config.json" if bare else error
@@ -172,6 +172,21 @@ class ServedTeacher(Preflight):
     def answers(self, settings: CacheSettings) -> ShardAnswers:
         """Return the answers of the servers for each shard."""
         return _ServedAnswers(self, settings)
+
+
+def kept_mass(batch: Batch) -> dict[str, Any]:
+    """Measure the mass of the distributions that a top-k holds, over the positions that count.
+
+    kept_mass: the mean of the mass m inside; mass_loss: the mean of -log m in nats, which is KL(p' || p) of p' = the
+    entries scaled to 1, and what no student can learn of the rest; positions: how many.
+    """
+    targets: Any = batch.targets
+    mass_N = targets.listed()[1][:, : targets.top_k].double().sum(-1)
+    mass_N = mass_N[batch.loss_mask.flatten()].clamp(max=1)
+    if not len(mass_N):
+        return {"positions": 0, "kept_mass": None, "mass_loss": None}
+    loss = float(-mass_N.clamp(min=1e-30).log().mean())
+    return {"positions": len(mass_N), "kept_mass": round(float(mass_N.mean()), 6), "mass_loss": round(loss, 6)}
 
 
 class _ServedAnswers(ShardAnswers):
@@ -292,7 +307,7 @@ class _ServedAnswers(ShardAnswers):
         That takes some ten rows: the last ones are looked at, with those of small shards before.
         """
         codec = self._codec
-        seen = examine(
+        seen = Look.of(
             self._seen,
             systematic=codec.num_samples > 0,
             samples=False,

@@ -18,7 +18,7 @@ from kdtrain.data.order import MixedOrder
 from kdtrain.errors import UsageError, printable
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import ANY_T
-from kdtrain.training.sources.source import Facts, Member, Source, joined, meet
+from kdtrain.training.sources.source import Facts, Member, Source, meet
 
 
 class MixtureSource:
@@ -57,7 +57,7 @@ class MixtureSource:
         taught = self.facts.targets != "none"
         if len(batches) == 1 and not self.by_member and not (taught and batches[0].targets is None):
             return batches[0]
-        return joined(batches, numbers if self.by_member else (), taught)
+        return Batch.joined(batches, numbers if self.by_member else (), taught)
 
 
 def mix(splits: dict[str, list[Source]], weights: Sequence[float] | None) -> dict[str, Source]:

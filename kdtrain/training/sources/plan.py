@@ -19,6 +19,7 @@ from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.data.order import permutation
 from kdtrain.models.spec import ModelSpec
 from kdtrain.process import world_size
+from kdtrain.ranks import all_reduce_max
 from kdtrain.training.signals import asked_to_stop
 from kdtrain.training.sources.source import Facts, Source
 
@@ -107,6 +108,10 @@ class PlanRequest:
     def stopping(self) -> bool:
         """Return whether the run is to stop, so that nothing must wait any longer."""
         return asked_to_stop()
+
+    def stopping_on_any(self) -> bool:
+        """Return whether any rank is to stop; every rank must call it."""
+        return bool(all_reduce_max(int(asked_to_stop())))
 
     def next(self) -> DataPlan:
         """Plan the data by the first of `names`. Every rank calls it. UsageError, RunError: they cannot be read."""

@@ -8,14 +8,13 @@ Nothing after that knows where a batch came from.
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from einops import rearrange
 
 from kdtrain.config.choices import SOURCES
@@ -157,23 +156,6 @@ def meet(source: Source, student: Any, teacher: Any) -> None:
     """Hand the student and the online teacher to a source that has `meet`."""
     if hasattr(source, "meet"):
         source.meet(student, teacher)
-
-
-def joined(parts: Sequence[Batch], members: tuple[int, ...] = (), taught: bool = False) -> Batch:
-    """Return the sequences of several batches, one behind the other, as one batch.
-
-    members: the numbers of the members of a mixture that the parts are of, if the loss goes through each by itself.
-    taught: whether other batches have targets; rows without any are then a part of the loss like theirs.
-    """
-    from kdtrain.objective.mixed import MixedTargets, join
-
-    own = [(each.loss_mask.numel(), each.targets) for each in parts]
-    targets = MixedTargets(tuple(own), members) if members else join(own)
-    if targets is None and taught:
-        targets = MixedTargets(((sum(rows for rows, _ in own), None),))
-    names = ("tokens", "loss_mask", "segments")
-    tokens, loss_mask, segments = (torch.cat([getattr(each, name) for each in parts]) for name in names)
-    return Batch(tokens, loss_mask, segments, targets)
 
 
 def passes_of(source: Source, sequences: int) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kdtrain.cache.format.codec import decode, draw_points, encode_sequences
 from kdtrain.cache.format.spec import CodecSpec
-from kdtrain.cache.tools.self_check import OTHER_ROWS, examine, other_row
+from kdtrain.cache.tools.self_check import OTHER_ROWS, Look, other_row
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.audit.diagnose import (
@@ -207,7 +207,7 @@ def batches(logits: Tensor, codec: str, order: np.ndarray | None = None, tokens:
 
 
 def looked(batches: list[Batch], drawn_at: float = 1.0) -> tuple[str, ...]:
-    found = examine(batches, systematic=True, samples=True, vocab_size=V, drawn_at=drawn_at)
+    found = Look.of(batches, systematic=True, samples=True, vocab_size=V, drawn_at=drawn_at)
     assert found is not None
     return found.findings
 

@@ -417,7 +417,7 @@ def test_a_sweep_that_is_refused_beside_another_leaves_its_record_alone(workbenc
     sweep, record = read_sweep(tmp_path / "s.toml", tmp_path / "o"), tmp_path / "o/sweep.json"
     record.parent.mkdir()
     publish_json(record, {job.name: list(job.words) for job in (*sweep.caches, *sweep.runs)}, "sweep.record")
-    before, lock = record.read_bytes(), Lock(tmp_path / "o/.sweep.lock", "")  # as one whose arm ce has not begun
+    before, lock = record.read_bytes(), Lock(tmp_path / "o/.sweep.json.lock", "")  # as one whose arm ce has not begun
     (tmp_path / "s.toml").write_text(FILE.replace("alpha = 0", "alpha = 0.7"))
     try:
         code, out, err = workbench.call("sweep", tmp_path / "s.toml", "--out", tmp_path / "o")

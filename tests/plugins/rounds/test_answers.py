@@ -10,7 +10,7 @@ import torch
 
 import kdtrain as kd
 from kdtrain.config.sections import DataConfig
-from kdtrain.data.packing import prompt_row
+from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
@@ -84,7 +84,9 @@ def test_a_command_reads_the_exported_student_which_is_gone_afterwards_and_its_a
     engine = "cat $1/model.safetensors $1/tokenizer.json > /dev/null && sed 's/.*/{\"answer\": [7, 8, 9]}/' $2 > $3"
     (tmp_path / "engine.sh").write_text(engine)
     reader, path = PromptReader(tokenizer, (299,), 8), tmp_path / "answers" / "round-0001.jsonl"
-    rows = {split: [prompt_row([5, 6], seq_len=8, max_new_tokens=2, filler=299)] for split in ("train", "validation")}
+    rows = {
+        split: [PackedRow.prompt([5, 6], seq_len=8, max_new_tokens=2, filler=299)] for split in ("train", "validation")
+    }
     for words in (f"sh {tmp_path / 'engine.sh'} {{model}} {{prompts}} {{out}}", "false"):  # the second reads the file
         found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows, lambda: False)
         assert [each.tokens[:4].tolist() for split in rows for each in found[split]] == [[5, 6, 7, 8]] * 2

@@ -9,7 +9,7 @@ import pytest
 
 import kdtrain as kd
 from kdtrain.monitor.record import RunRecord
-from kdtrain.monitor.runs import grouped, read_runs
+from kdtrain.plugins.papers.runs import grouped, read_runs
 from tests.logged_runs import write_lines, write_run
 
 

@@ -1,75 +1,26 @@
 """Several runs side by side: a flat record of each, and groups that differ in the seed alone.
 
-What each number of a run is called, in which unit, how it is written, and which way is better; and the table of what
-`evaluate` measured. All of it may be of anyone's runs.
+What each number of a run is called, in which unit, how it is written, and which way is better. All of it may be of
+anyone's runs. `runs` is `kd.runs`.
 """
 
 import glob
 import json
 import math
 import os
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.values import fields_of, written
+from kdtrain.config.values import options_of
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
-from kdtrain.monitor.record import SWEEP, RunRecord, arm_of, as_finite, as_table
-from kdtrain.tables import Part, Table, duration, loss_text, number, short, size
-
-_MOST = 64
-"""Most evaluations of a table."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """The label and the format of a number of a run."""
-
-    label: str
-    """With its unit at the end."""
-    text: Callable[[float], str] | None = None
-    """None: with digits, a share in %."""
-    by_token: bool = False
-    """Whether it is of tokens, so that those of two tokenizers do not compare."""
-    best: Callable[[Iterable[float]], float] | None = None
-    """`min` or `max`: differences are held against the spread of seeds, and the best is marked."""
-
-    @property
-    def head(self) -> str:
-        """The name at the head of a paper's column: with its split but for test, its unit and the better way."""
-        arrow = {min: " ↓", max: " ↑"}.get(self.best, "")  # type: ignore[arg-type]
-        return self.label.removeprefix("test: ").replace(":", "") + arrow
-
-    def shown(self, value: float, digits: int = 4) -> str:
-        """Return a value without its unit; `digits` are a loss's after the point, a percentage has two fewer."""
-        if self.text is not None:
-            return self.text(value)
-        share = self.label.endswith("%")
-        return loss_text(100 * value, max(digits - 2, 0)) if share else loss_text(value, digits)
-
-
-EVALUATED = {
-    "loss": Measure("loss, nats", by_token=True, best=min),
-    "bits_per_byte": Measure("bits per byte", best=min),
-    "teacher_loss": Measure("the teacher's loss, nats", by_token=True),
-    "teacher_bits_per_byte": Measure("the teacher's bits per byte"),
-    "kl": Measure("KL to the teacher, nats", by_token=True, best=min),
-    "kl_error": Measure("standard error of that KL, at most, nats"),
-    "agreement": Measure("agreement with the teacher, %", by_token=True, best=max),
-    "acceptance": Measure("acceptance by the teacher, %", by_token=True, best=max),
-    "accuracy": Measure("accuracy, %", by_token=True, best=max),
-    "ece": Measure("ECE (15 bins), %", best=min),
-    "last_word": Measure("last word right, %", best=max),
-    "teacher_last_word": Measure("the teacher's last word right, %"),
-    "compared": Measure("tokens compared with the teacher's, %"),
-    "entropy_kept": Measure("entropy that the cells keep, %"),
-}
-"""What `evaluate` measures, by its names."""
+from kdtrain.monitor.facts import EVALUATED, Measure
+from kdtrain.monitor.record import SWEEP, RunRecord, arm_of, as_finite
+from kdtrain.tables import duration, short, size
 
 
 def _of(split: str, name: str) -> Measure:
@@ -103,48 +54,6 @@ MEASURES = {
     },
 }
 """The numbers of a run, in the order of a table."""
-
-
-def text_of(found: Mapping[str, Any]) -> str:
-    """Describe the text of an evaluation, and the teacher that read it too."""
-    text = f"the cache {str(found['cache'])[:12]}" if found.get("cache") else found.get("data")
-    beside = f", beside {found['teacher']}" if found.get("teacher") else ""
-    return printable(f"{found.get('sequences')} sequences of the {found.get('split')} split of {text}{beside}")[:160]
-
-
-def tested(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the text, teacher and checkpoint that the test numbers of runs are of."""
-    texts = sorted(set(map(text_of, found)))
-    steps = {str(each.get("checkpoint")) for each in found}
-    if found:
-        at = min(steps) if len(steps) == 1 else "the checkpoint that was best then"
-        yield f"test: {texts[0]}; of each student {printable(at)[:60]}"
-    if len(texts) > 1:
-        yield "the students were tested on different texts: their test numbers do not compare"
-
-
-def evaluations(found: Iterable[Mapping[str, Any]]) -> Iterator[Part]:
-    """Yield the last numbers of `evaluate` for each checkpoint and text: a column each, beyond three a row each."""
-    unique = {f"{each.get('student')} {each.get('checkpoint')} {text_of(each)}": each for each in found}
-    last = list(unique.values())[-_MOST:]
-    order = ["student", "checkpoint", "split", "cache", "data", "teacher", "sequences", "date", *EVALUATED]
-    known = {name for each in last for name, value in each.items() if isinstance(value, str | int | float)} - {"step"}
-    lines = []
-    for name in (each for each in (*order, *sorted(known - {*order})) if each in known):
-        measure = EVALUATED.get(name, Measure(name.replace("_", " "), number))
-        cut = 12 if name == "cache" else 60
-        lines.append([measure.label])
-        for value in (each.get(name) for each in last):
-            text = "-" if (finite := as_finite(value)) is None else measure.shown(finite)
-            lines[-1].append(printable(value[:cut]) if isinstance(value, str) else text)
-    if lines and len(last) > 3:
-        same = [line for line in lines[1:] if len({*line[1:]}) == 1]
-        header, *rows = zip(*(line for line in lines if line not in same), strict=True)
-        yield Table([textwrap.fill(each, 12) for each in header], rows, left=("student", "checkpoint"))
-        if same:
-            yield f"\nall: {'; '.join(f'{name} {value}' for name, value, *_ in same)}"
-    elif lines:
-        yield Table(lines[0], lines[1:], left=lines[0])
 
 
 _NOT_COMPARED = {"out", "seed", "json", "yes", "resume", "overwrite", "config", "dry_run", "write_config", "sanity"}
@@ -181,16 +90,18 @@ class LoggedRun:
     @property
     def student(self) -> str:
         """The name and the size of the student."""
-        named = as_table(self.record.environment.get("student"))
         parameters = self.numbers["parameters"]
-        name = printable(str(named.get("name") or self.options.get("student")))[:80]
+        name = printable(str(self.record.stated("student", "name") or self.options.get("student")))[:80]
         return f"{name} ({short(parameters)})" if parameters else name
 
     @property
     def cache(self) -> str | None:
         """The digest of the cache that the run learned from; across tokenizers not the view's."""
-        viewed = as_table(self.record.environment.get("alignment")).get("cache")
-        found = viewed or self.record.environment.get("cache") or (self.record.result or {}).get("cache")
+        found = (
+            self.record.stated("alignment", "cache")
+            or self.record.environment.get("cache")
+            or (self.record.result or {}).get("cache")
+        )
         return found if isinstance(found, str) else None
 
     @property
@@ -306,18 +217,14 @@ def _read(folder: Path) -> RunRecord:
         raise UsageError(f"the run {folder} cannot be read: {printable(str(error))[:300]}") from None
     except OSError as error:
         raise UsageError(f"the run {folder} cannot be read: {error.strerror}: {error.filename}") from None
-    written = "kdtrain" in as_table(record.environment.get("libraries"))
-    if not written and not (record.metrics and "student" in as_table(record.options.get("run"))):
+    if record.stated("libraries", "kdtrain") is None and not (record.metrics and "student" in record.given):
         raise UsageError(f"{folder} is not a run (no environment.json of kdtrain); name a folder that distill wrote")
     return record
 
 
 def _options(record: RunRecord) -> dict[str, Any]:
-    saved = {name: value for table in record.options.values() for name, value in as_table(table).items()}
-    options = [each for _, each in fields_of(DistillConfig)]
-    plain = (str, int, float, bool, tuple, list, Path)
-    known = {each.name: written(each, each.default) if isinstance(each.default, plain) else None for each in options}
-    return {**known, **{name: saved[name] for name in known.keys() & saved.keys()}}
+    usual = {name: each.written for name, each in options_of(DistillConfig).items()}
+    return {**usual, **{name: record.given[name] for name in usual.keys() & record.given.keys()}}
 
 
 def _measured(record: RunRecord) -> dict[str, float | None]:
@@ -342,8 +249,8 @@ def _measured(record: RunRecord) -> dict[str, float | None]:
         "best_validation_loss": min(losses, default=None) if best is None else best,
         "last_validation_loss": losses[-1] if losses else as_finite(result.get("last_validation_loss")),
         "bits_per_byte": min(bits, default=as_finite(result.get("best_bits_per_byte"))),
-        "entropy_kept": as_finite(as_table(record.environment.get("alignment")).get("entropy_kept")),
-        "parameters": as_finite(as_table(record.environment.get("student")).get("parameters")),
+        "entropy_kept": as_finite(record.stated("alignment", "entropy_kept")),
+        "parameters": as_finite(record.stated("student", "parameters")),
         "last_training_loss": latest("loss_avg"),
         "temperature": latest("T"),
         "alpha_mean": as_finite(weights[0]),
@@ -401,6 +308,6 @@ def apart(runs: Sequence[LoggedRun], name: str) -> bool:
     """Return True if a number of the runs does not compare, because it measures different things."""
     if name == "kl" and len({run.cache for run in runs}) > 1 and len({run.estimator or run.cache for run in runs}) > 1:
         return True
-    if name.startswith("test_") and len({text_of(run.record.test) for run in runs if run.record.test}) > 1:
+    if name.startswith("test_") and len({run.record.tested_on for run in runs} - {None}) > 1:
         return True
     return MEASURES[name].by_token and len({run.tokenizer for run in runs} - {None}) > 1
