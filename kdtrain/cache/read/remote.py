@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, read_manifest
+from kdtrain.cache.format.manifest import Digest, Manifest, ShardRecord, check_sizes, read_manifest
 from kdtrain.errors import RunError, UsageError, log, printable, writing
 from kdtrain.files import (
     LARGE,
@@ -166,6 +166,15 @@ class Remote:
                     log.debug("not fetched ahead: %s", error)
                 finally:
                     self._fetching.discard(record["name"])
+
+
+def stated_by(where: Path | str) -> tuple[str, Manifest]:
+    """Return a cache's name and its manifest, without torch. UsageError, RunError: as `open_cache`."""
+    if (address := parse_address(where)) is not None:
+        return str(address), open_remote(address).manifest
+    manifest = read_manifest(where)
+    check_sizes(where, manifest)
+    return str(Path(where)), manifest
 
 
 def open_remote(address: Address) -> Remote:

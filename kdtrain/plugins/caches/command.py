@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from kdtrain.cache.format.manifest import Manifest
-from kdtrain.cache.read.reader import open_cache
+from kdtrain.cache.read.remote import stated_by
 from kdtrain.cache.tools.facts import show_cache
 from kdtrain.errors import log
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.caches import MergeConfig, SubsetConfig
-from kdtrain.plugins.caches.merge import merge, subset
+from kdtrain.plugins.caches.plan import Stated, plan, refuse_rows
 
 
 def merge_caches(config: MergeConfig) -> int:
@@ -20,6 +20,10 @@ def merge_caches(config: MergeConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
+    plan([Stated(*stated_by(each)) for each in config.caches])  # refuses before torch is imported
+    from kdtrain.cache.read.reader import open_cache
+    from kdtrain.plugins.caches.merge import merge
+
     OutFolder(config.out).refuse()
     caches = [open_cache(each) for each in config.caches]
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
@@ -36,16 +40,21 @@ def cut_cache(config: SubsetConfig) -> int:
         RunError: a shard is damaged, the disk is full or cannot be written.
     """
     setup_logging()
+    known = Stated(*stated_by(config.cache))
+    splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
+    refuse_rows(known, splits, config.range)  # before torch is imported
+    from kdtrain.cache.read.reader import open_cache
+    from kdtrain.plugins.caches.merge import subset
+
     OutFolder(config.out).refuse()
-    cache = open_cache(config.cache)
     log.info("cutting %s into %s", config.cache, config.out)
     with bar("subset", None) as shown:
         manifest = subset(
-            cache,
+            open_cache(config.cache),
             config.out,
             rows=config.range,
             fraction=config.share,
-            splits=tuple(cache) if config.split == "all" else (config.split,),
+            splits=splits,
             progress=lambda done, total: shown.update(done, total=total),
         )
     return _show(config.out, manifest, config.json)

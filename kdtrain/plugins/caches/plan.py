@@ -1,4 +1,4 @@
-"""Whether caches fit together, by their manifests: `merge` and `subset` ask before they read a row."""
+"""Whether caches fit together, by their manifests: `merge` and `subset` refuse early, without torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace

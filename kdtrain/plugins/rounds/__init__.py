@@ -86,10 +86,10 @@ class WriterConfig(Options):
         return written_by(self, teacher, student, config)
 
 
-def _check_lengths(given: str) -> None:
+def _check_lengths(given: int | str) -> None:
     refuse(
-        re.fullmatch(r"[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", given) is None,
-        f"--max-new-tokens '{given[:80]}' is neither a number of tokens nor FIRST:LAST, such as 128:512",
+        re.fullmatch(r"[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?", str(given)) is None,
+        f"--max-new-tokens '{str(given)[:80]}' is neither a number of tokens nor FIRST:LAST, such as 128:512",
     )
 
 
@@ -122,7 +122,7 @@ class RoundsConfig(CodecConfig):
     """Steps that train on a round; one pass over it if not given."""
     prompt_tokens: int | None = option(None, least=1, needs="on_policy")
     """First tokens of plain text that are its prompt; by default 64, or half of --seq-len where that is less."""
-    max_new_tokens: str = option("128", needs="on_policy", check=_check_lengths)
+    max_new_tokens: int | str = option("128", needs="on_policy", check=_check_lengths)
     """Tokens that the student writes at most; 128:512 grows from the first round to the last."""
     gen_temperature: float = option(1.0, least=0, most=100, needs="on_policy")
     """The temperature at which it writes; 0 always takes the most likely token."""
@@ -174,7 +174,7 @@ class RoundsConfig(CodecConfig):
     @property
     def lengths(self) -> tuple[int, int]:
         """Tokens written at most in the first round, and in the last."""
-        first, _, last = self.max_new_tokens.partition(":")
+        first, _, last = str(self.max_new_tokens).partition(":")
         return int(first), int(last or first)
 
     def conflicts(self) -> Iterator[tuple[object, str]]:

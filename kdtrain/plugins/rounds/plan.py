@@ -241,7 +241,7 @@ class RoundsData(DataPlan):
         fixed = None if self.fixed is None else self.fixed["train"].facts.identity
         more = [] if given.write_with is None else ["write-with"]
         more += [] if seen is None else [seen]
-        decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), given.max_new_tokens, fixed]
+        decides = [prompts.manifest.digest, asdict(shape), self.codec.to_json(), str(given.max_new_tokens), fixed]
         decides += [given.gen_temperature, given.gen_top_p, given.rollout_batch_size, config.teacher]
         decides += [given.teacher_system, *more]
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()

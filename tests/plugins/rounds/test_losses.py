@@ -304,6 +304,7 @@ def test_the_logged_weights_are_those_of_the_tokens_that_the_loss_weights_at_eve
         ({"on_policy": True, "data": None}, "needs --data"),
         ({"on_policy": True, "rollout_share": 0.5}, "mixes with --cache"),
         ({"on_policy": True, "max_new_tokens": "9:"}, "neither a number of tokens nor FIRST:LAST"),
+        ({"on_policy": True, "max_new_tokens": 0}, "--max-new-tokens '0' is neither a number of tokens"),
         ({"on_policy": True, "source": "mine"}, "--source"),
         ({"top_k": 8, "data": None, "cache": "c", "teacher": None}, "--top-k has no effect without --on-policy"),
         (
@@ -318,3 +319,11 @@ def test_what_cannot_be_is_refused_by_name(given, text):
     options = {"student": "s", "out": "o", "teacher": "t", "data": "d"} | given
     with pytest.raises(UsageError, match=text):
         configured(DistillConfig, None, {name: each for name, each in options.items() if each is not None})
+
+
+@pytest.mark.parametrize(("given", "lengths"), [(64, (64, 64)), ("64", (64, 64)), ("4:12", (4, 12))])
+def test_the_length_of_a_text_is_a_number_or_two(given, lengths):
+    from kdtrain.config.values import configured
+
+    options = {"student": "s", "out": "o", "teacher": "t", "data": "d", "on_policy": True, "max_new_tokens": given}
+    assert configured(DistillConfig, None, options).plugins["rounds"].lengths == lengths
