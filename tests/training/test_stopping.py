@@ -99,10 +99,10 @@ def test_a_signal_while_hdf5_writes_waits_until_it_has_written(tmp_path, number)
 from pathlib import Path
 from kdtrain.cache.format import hdf5_writing
 class Raw:
-    def __init__(self, file): self.file = file
+    def __init__(self, file): self.file, self.signals = file, [{number:d}]
     def __getattr__(self, name): return getattr(self.file, name)
     def write(self, data):
-        signal.raise_signal({number:d})
+        if self.signals: signal.raise_signal(self.signals.pop())  # a second one ends the process at once
         return self.file.write(data)
 sink = hdf5_writing._Sink(Raw(open({str(tmp_path / "x")!r}, "wb+", buffering=0)))
 with hdf5_writing.h5py.File(sink, "w") as made:
