@@ -45,7 +45,7 @@ test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the old
 		-e '.[data,fp8,gguf,lora,plot,tensorboard,wandb]' accelerate hypothesis packaging pytest pytest-timeout pytest-xdist setuptools
 	@touch $@
 
-real: build/real/.installed ## the tests of a real model, SmolLM2, and of exports in llama.cpp (144 MB; six minutes)
+real: build/real/.installed ## the tests of a real model, SmolLM2, and of exports in llama.cpp (144 MB; six to 15 minutes)
 	PYTHONPATH=$(CURDIR)/build/real $(PY) -m pytest tests/plugins/gguf
 
 real-quick: build/real/.installed ## from SmolLM2 to a pruned student that llama.cpp runs (docs/first-real-model.md)

@@ -264,7 +264,8 @@ class Client:
                 longest = min(LONGEST, max(FIRST_WAIT, self.patience / 4))
                 wait = min(longest, FIRST_WAIT * 2 ** min(host.failures - 1, 20)) * _jitter.uniform(0.5, 1)
                 host.rests_until = now + max(wait, min(problem.wait or 0.0, self.patience))
-                log.info("%s: %s; asking again in %.1f s", host, problem, host.rests_until - now)
+                if not self._ended.is_set():  # else nobody asks again, and the error is the last line
+                    log.info("%s: %s; asking again in %.1f s", host, problem, host.rests_until - now)
             return max(0.0, host.rests_until - now)
 
     def _recognise(self, host: Host) -> None:
