@@ -105,21 +105,23 @@ _HOME = {
     "kdtrain.training.validate": ("evaluation_metrics",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return sorted({*_MODULE_OF, *importlib.import_module("kdtrain.registry").own_names()})
     module = _MODULE_OF.get(name)
-    if module is None and not name.startswith("_"):  # a plugin's, perhaps
-        metadata = importlib.import_module("importlib.metadata")
-        module = next((each.value for each in metadata.entry_points(group="kdtrain.library", name=name)), None)
-    if module is None:
+    points = importlib.import_module("importlib.metadata").entry_points
+    if module is None and (name.startswith("_") or not points(group="kdtrain.library", name=name)):
         raise AttributeError(f"module 'kdtrain' has no attribute '{name}'")
     with importlib.import_module("kdtrain.imports").quiet_import():
-        value = getattr(importlib.import_module(module), name)
+        if module is None:  # a plugin's
+            value = importlib.import_module("kdtrain.registry").offered(name)
+        else:
+            value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted({*globals(), *__getattr__("__all__")})

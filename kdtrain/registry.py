@@ -210,6 +210,38 @@ class Registry:
             raise UsageError(f"{self.option} {name}: {why}")
 
 
+def own_names() -> list[str]:
+    """Return the names that plugins of kdtrain offer as `kdtrain.NAME`."""
+    names = []
+    for each in _offers():
+        with suppress(ModuleNotFoundError):  # its folder is missing
+            if _is_own(each) and importlib.util.find_spec(each.module) is not None:
+                names.append(each.name)
+    return names
+
+
+def offered(name: str) -> Any:
+    """Return what the packages that offer `kdtrain.NAME` have, a plugin of kdtrain before others.
+
+    AttributeError: its module fails to load.
+    """
+    found = next(each for each in _offers() if each.name == name)
+    try:
+        with redirect_stdout(sys.stderr):
+            return getattr(found.load(), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may also exit
+        why = f"{found.value} of the package {_package(found)} fails to load: {type(error).__name__}: {error}"
+        raise AttributeError(f"kdtrain.{name}: {why}") from error
+
+
+def _offers() -> list[EntryPoint]:
+    """List the entry points of names of the library, kdtrain's own first."""
+    found = [each for each in _entry_points() if each.group == "kdtrain.library"]
+    return sorted(found, key=lambda each: not _is_own(each))
+
+
 @cache
 def _installed(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
     """Return kdtrain's entry points of all packages on `path`, by group and name; no plugin whose folder is missing."""

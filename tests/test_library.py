@@ -55,7 +55,8 @@ def arguments():
 
 
 def test_every_name_is_there_and_documented():
-    assert sorted(kd.__all__) == sorted(kd._MODULE_OF)
+    assert sorted(kd.__all__) == sorted([*kd._MODULE_OF, "rollouts", "runs"])
+    assert {*kd.__all__} <= {*dir(kd)}
     for name in kd.__all__:
         found = getattr(kd, name)
         assert inspect.getdoc(found), name
@@ -548,10 +549,15 @@ def test_a_package_adds_a_name_to_the_library(tmp_path, monkeypatch):
     info = tmp_path / "more-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kdtrain.library]\nshout = more_names\n")
-    (tmp_path / "more_names.py").write_text("def shout():\n    return 'loud'\n")
+    (info / "entry_points.txt").write_text("[kdtrain.library]\nshout = more_names\nruns = more_names\nleave = ends\n")
+    (tmp_path / "more_names.py").write_text("def shout():\n    return 'loud'\nruns = shout\n")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(vars(kd), "shout", raising=False)
+    for name in ("shout", "runs"):
+        monkeypatch.delitem(vars(kd), name, raising=False)
     assert kd.shout() == "loud"
+    assert kd.runs.__module__ == "kdtrain.plugins.papers.runs"
+    with pytest.raises(AttributeError, match=r"kdtrain\.leave: ends of the package more fails to load: SystemExit: 3"):
+        kd.leave()
     with pytest.raises(AttributeError, match="no attribute 'whisper'"):
         kd.whisper()

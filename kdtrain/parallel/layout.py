@@ -2,9 +2,9 @@
 
 With tensor parallelism `tensor_size` ranks with consecutive numbers, on one node where the launcher counts so, compute
 one forward together: they are one data rank, and read the same sequences with the same random numbers. What means the
-data rank takes it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests. The layout
-is made once in a run, before anything else is resolved (`run.recipe`), and handed on: gradients, sums and shards go
-over its groups.
+data rank takes it from here; `kdtrain.ranks` counts all ranks, for checkpoints, messages and stop requests. A run makes
+the student's layout once, before anything else is resolved (`run.recipe`), and hands it on: gradients, sums and shards
+go over its groups. A teacher that is cut over another number of ranks has one of its own.
 """
 
 from dataclasses import dataclass

@@ -105,7 +105,10 @@ def refuse_plan(
         able = [n for n in range(2, max(counts.values()) + 1) if all(fits(each, n) for each in counts)]
         which = f"choose {', '.join(map(str, able))}" if able else instead
         raise UsageError(f"{option} {size} does not divide {wrong[0]} = {counts[wrong[0]]} of {name}; {which}")
-    if vocab_size <= (size - 1) * -(-vocab_size // size):
+    rows = vocab_size  # a teacher's head stays whole
+    if option == STUDENT:
+        rows = max(text.vocab_size, vocab_size)  # of which some may be no token's
+    if vocab_size <= (size - 1) * -(-rows // size):
         raise UsageError(f"{option} {size}: a rank would have none of the {vocab_size} tokens of {name}")
     return plan
 

@@ -87,10 +87,17 @@ def code_of(path: Path) -> tuple[int, int]:
     return len(held), characters
 
 
+def conditionals_of(path: Path) -> list[ast.IfExp]:
+    """List the conditional expressions of a file."""
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.IfExp)]
+
+
 def conditionals_within(path: Path) -> int:
     """Count the conditional expressions of a file that hold another one."""
-    every = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.IfExp)]
-    return sum(any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node) for node in every)
+    return sum(
+        any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node)
+        for node in conditionals_of(path)
+    )
 
 
 def times_truth(known: dict[str, Path]) -> Iterator[str]:
@@ -228,6 +235,8 @@ def counts() -> dict[str, int]:
         present = names & known.keys()
         found[f"modules loaded by {label}"] = len(present)
         found[f"lines loaded by {label}"] = sum(lines_of(known[name]) for name in present)
+    conditionals = sum(len(conditionals_of(path)) for path in core.values())
+    found["conditionals per 1,000 lines of code"] = round(1000 * conditionals / found["core lines of code"])
     found["conditionals within conditionals"] = sum(map(conditionals_within, known.values()))
     found["modules in a room"] = max(Counter(path.parent for path in known.values()).values())
     functions, once = (sum(each) for each in zip(*map(used_once, core.values()), strict=True))

@@ -347,7 +347,12 @@ def main() -> int:
     work = Path(tempfile.mkdtemp())
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
     codes = [
-        {path.relative_to(each): path.read_bytes() for path in each.glob("kdtrain/**/*.py")}
+        {
+            path.relative_to(each): path.read_bytes()
+            for part in ("kdtrain", "students", "teachers")
+            for path in each.glob(f"{part}/**/*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
         for each in checkouts.values()
     ]
     if codes[0] == codes[1]:

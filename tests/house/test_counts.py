@@ -1,6 +1,7 @@
 """The house keeps the size that bounds.toml allows it."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +59,20 @@ def test_what_a_plugin_uses_is_followed_to_where_it_is_defined(tmp_path, line, u
     assert house.used_by("kdtrain.plugins.x", known) == used
 
 
+def test_each_name_that_plugins_use_stands_below_its_module_on_the_page_of_the_library():
+    page = (Path(__file__).parents[2] / "docs/library.md").read_text()
+    (listed,) = re.findall(r"^```text\n(kdtrain\..*?)^```", page, re.M | re.S)
+    listed_names = set()
+    for line in listed.splitlines():
+        if line[0] != " ":
+            module = line.split()[0]
+        else:
+            listed_names |= {(module, name.strip()) for name in line.split(",") if name.strip()}
+    known = house.modules()
+    used = {each for name in known if name.startswith("kdtrain.plugins") for each in house.used_by(name, known)}
+    assert listed_names == {each for each in used if not each[0].startswith(("kdtrain.plugins", "kdtrain.library"))}
+
+
 def test_characters_of_code_do_not_change_with_comments_and_lines_and_each_conditional_within_another_counts(tmp_path):
     short, long = tmp_path / "short.py", tmp_path / "long.py"
     short.write_text("a = 1 if b else (2 if c else 3)\nd = f(1 if b else 2)\n")
@@ -66,6 +81,7 @@ def test_characters_of_code_do_not_change_with_comments_and_lines_and_each_condi
     )
     assert [house.code_of(each) for each in (short, long)] == [(2, 35), (6, 35)]
     assert [house.conditionals_within(each) for each in (short, long)] == [1, 1]
+    assert [len(house.conditionals_of(each)) for each in (short, long)] == [3, 3]
 
 
 def test_no_conditional_stands_within_another_and_no_text_is_multiplied_by_a_truth_value(tmp_path):

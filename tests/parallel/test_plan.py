@@ -270,6 +270,13 @@ def test_a_student_that_tensor_ranks_cannot_cut_is_refused_by_what_they_can(shap
     assert words in str(caught.value) and "--tensor-parallel" in str(caught.value)
 
 
+def test_a_rank_whose_rows_of_a_padded_head_are_no_tokens_is_refused():
+    config = configuration(ModelSpec(name="s", config=SHAPES["llama"], init="scratch"), 600)
+    assert tensor.refuse_plan(config, "s", 2, 301)
+    with pytest.raises(UsageError, match="a rank would have none of the 300 tokens of s"):
+        tensor.refuse_plan(config, "s", 2, 300)
+
+
 @pytest.mark.parametrize("library, found", [("torch", "2.10.1+cu128"), ("transformers", "5.16.2")])
 def test_releases_whose_plans_are_too_old_are_refused_with_their_version(monkeypatch, library, found):
     installed = {"torch": "2.11.0", "transformers": "5.17.0"}

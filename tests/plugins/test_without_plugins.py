@@ -30,6 +30,8 @@ for words in (
         cli.main(words)
     except SystemExit as end:
         assert end.code == (2 if {*words} & {"--collect-tensors", "--on-event", "sweep"} else 0), words
+import kdtrain as kd
+assert not hasattr(kd, "runs") and "runs" not in kd.__all__ and kd.Cache
 assert not any(name.startswith("kdtrain.plugins") for name in sys.modules)
 """
 
