@@ -275,6 +275,18 @@ def test_a_rollback_leaves_the_round_it_is_in_and_begins_another_attempt_behind_
     assert same_weights(forks, "back-killed", "back")
 
 
+def test_a_replay_reads_of_each_round_the_attempt_that_the_run_went_on_with(forks, run):
+    rare = (*ROUNDS, "--checkpoint-freq", 2, "--eval-freq", 2)
+    run("left", *rare, steps=5, fault="train.after-micro-batch:kill:4", code=-9)
+    run("left", *rare, "--micro-batch-size", 1, steps=5)  # whose step 3, done again, has other last bits
+    run("skipped", *ROUNDS, "--max-skips", 1, fault="train.gradient:nan:5-6")
+    for name, abandoned, attempts in ("left", "round-0002", [1, 2]), ("skipped", "round-0003", [1, 1, 2]):
+        assert {abandoned, f"{abandoned}-2"} <= texts(forks, name).keys()
+        run(f"{name}-replay", "--rollouts", name, steps=1 + 2 * len(attempts))
+        lines = forks.metrics(f"{name}-replay")
+        assert [line["rollouts/attempt"] for line in lines if "rollouts/attempt" in line] == attempts
+
+
 def test_a_fork_continues_the_run_from_its_checkpoint(forks, run, whole):
     checkpoint = next((forks.root / "whole-run" / "checkpoints").glob("step-*03"))
     run("fork", "--rollouts", "whole-run", "--load", checkpoint, code=1)  # from its best checkpoint
