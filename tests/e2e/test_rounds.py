@@ -298,6 +298,8 @@ def test_share_0_is_the_offline_run_and_half_of_it_mixes_both(forks, run):
     run("offline", "--cache", "cache")
     run("share-0", *ROUNDS, *fixed, "--rollout-share", 0)
     assert same_weights(forks, "share-0", "offline") and not (forks.root / "share-0" / "rollouts").exists()
+    run("rare", *ROUNDS, *fixed, "--rollout-share", 0.0004)  # of 42 sequences
+    assert same_weights(forks, "rare", "offline")
     run("half", *ROUNDS, *fixed, "--rollout-share", 0.5, "--alpha", 0.25, "--cold-start", 1)
     lines = forks.metrics("half")
     assert "rollouts/round" not in lines[0] and [line["rollouts/round"] for line in lines[1:]] == [1, 1, 1, 1, 2, 2]
@@ -399,6 +401,9 @@ def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_
     greedy = (*ROUNDS, "--gen-temperature", 0)
     command = ("--write-with", f"{sys.executable} engine.py {{model}} {{prompts}} {{out}}")
     run("greedy", *greedy, steps=5)
+    drawn = ("distill", "--rollouts", "greedy", "--student", "student.toml", "--out", "never")
+    refusal = forks.run(*drawn, "--divergence", "sampled-reverse-kl").refusal()
+    assert "was drawn at --gen-temperature 0 --gen-top-p 1" in refusal
     for name in ("stop0002", "broken0002"):
         (forks.root / name).touch()
     stopped = run("engine", *greedy, *command, steps=5)

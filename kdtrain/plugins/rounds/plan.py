@@ -31,6 +31,7 @@ from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.outputs import OutFolder
+from kdtrain.plugins.rounds import SAMPLED
 from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import Score, load_score, mean_score, show_texts, texts
@@ -103,6 +104,10 @@ class ReplayedData(DataPlan):
             ) from None
         except (KeyError, ValueError) as error:
             raise UsageError(f"{path} is not what a run writes ({error}); give another --rollouts") from None
+        drawn = LocalCache(first).manifest.settings.data["generated"]
+        how = " ".join(f"--gen-{name} {drawn[name.replace('-', '_')]:g}" for name in ("temperature", "top-p"))
+        if self.config.objective.divergence == SAMPLED and how != "--gen-temperature 1 --gen-top-p 1":
+            raise UsageError(f"--rollouts {self.run} was drawn at {how}; --divergence {SAMPLED} needs both at 1")
         known = open_sources(self.config, [LocalCache(first)])["train"].facts
         facts = replace(known, name=str(self.run), identity=identity)
         fixed = open_sources(self.config, self.config.cache) if self.config.cache else None
@@ -231,7 +236,7 @@ class RoundsData(DataPlan):
             return {split: [*map(bare, each)] for split, each in rows_.items()}
 
         prompts = self.text.prompts(given.prompt_tokens, resumed, own if given.teacher_prompts else None)
-        share = Fraction(str(given.rollout_share)).limit_denominator(1000)
+        share = Fraction(str(given.rollout_share))
         steps = given.round_steps
         if steps is None:
             steps = max(1, round(Fraction(given.round_rows) / (share * config.batch_size)))
@@ -407,7 +412,8 @@ class RoundWriter:
     def _length(self, number: int) -> int:
         """Return the most tokens that the student writes in a round; they grow evenly to the last round."""
         first, last = self.given.lengths
-        sequences = self.config.total_steps(self.shape.rows) * self.config.batch_size - self.shape.cold
+        epoch = self.shape.epoch(self.data.fixed and self.data.fixed["train"])
+        sequences = self.config.total_steps(epoch) * self.config.batch_size - self.shape.cold
         rounds = max(1, -(-sequences // self.shape.sequences))
         return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
 

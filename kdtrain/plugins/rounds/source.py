@@ -15,7 +15,7 @@ What it gives up: a round is read only when it is whole; the student waits for i
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -61,6 +61,12 @@ class StreamShape:
     share: str
     """A fraction, such as 1/2."""
 
+    def epoch(self, fixed: Sized | None) -> int:
+        """Return the length of an epoch: a round, or beside fixed text a pass over that."""
+        if fixed is None or not (share := 1 - Fraction(self.share)):
+            return self.rows
+        return max(1, round(len(fixed) / share))
+
     def round_of(self, place: int) -> int:
         """Return the round of a place, from 1; 0 for a cold place."""
         return 0 if place < self.cold else (place - self.cold) // self.sequences + 1
@@ -68,7 +74,8 @@ class StreamShape:
     def before(self, places: np.ndarray | int) -> Any:
         """Count the rollouts before a place."""
         share = Fraction(self.share)
-        return np.maximum(np.asarray(places) - self.cold, 0) * share.numerator // share.denominator
+        behind = np.maximum(np.asarray(places) - self.cold, 0).astype(object)  # products above 2^63
+        return np.asarray(behind * share.numerator // share.denominator, np.int64)
 
 
 class Writer(Protocol):
@@ -156,10 +163,7 @@ class Rounds:
         self._digests = dict[Path, str]()
 
     def __len__(self) -> int:
-        """Return the length of an epoch: a round, or beside fixed text a pass over that."""
-        if self.fixed is None or not (share := 1 - Fraction(self.shape.share)):
-            return self.shape.rows
-        return max(1, round(len(self.fixed) / share))
+        return self.shape.epoch(self.fixed)
 
     def meet(self, student: Any, teacher: Any) -> None:
         """Hand student and teacher to the writer and to the fixed text."""
