@@ -327,7 +327,7 @@ class RoundWriter:
             path = folder.parent / "answers" / f"{folder.name}-{json_digest(settings.to_json())[:12]}.jsonl"
             reader = PromptReader(self.teacher.tokenizer, how.end_tokens, settings.seq_len)
             model, stopping = self.student.model, self.data.request.stopping
-            splits = write_elsewhere(self.given.write_with, path, model, tokenizer, reader, splits, stopping)
+            splits = write_elsewhere(self.given.write_with, path, model, tokenizer, reader, splits, how, stopping)
             if splits is None:
                 raise Interrupted
             answers.seconds["writing"] += time.monotonic() - started
