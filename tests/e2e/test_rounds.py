@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
+from kdtrain.testing import tiny_model, write_model_folder
 from tests.stand_in import standing_in
 
 ENDS = [*range(0, 300, 20), 299]
@@ -299,7 +300,7 @@ def test_share_0_is_the_offline_run_and_half_of_it_mixes_both(forks, run):
     run("share-0", *ROUNDS, *fixed, "--rollout-share", 0)
     assert same_weights(forks, "share-0", "offline") and not (forks.root / "share-0" / "rollouts").exists()
     run("rare", *ROUNDS, *fixed, "--rollout-share", 0.0004)  # of 42 sequences
-    assert same_weights(forks, "rare", "offline")
+    assert not any("rollouts/round" in line for line in forks.metrics("rare"))
     run("half", *ROUNDS, *fixed, "--rollout-share", 0.5, "--alpha", 0.25, "--cold-start", 1)
     lines = forks.metrics("half")
     assert "rollouts/round" not in lines[0] and [line["rollouts/round"] for line in lines[1:]] == [1, 1, 1, 1, 2, 2]
@@ -506,6 +507,53 @@ def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_with
     ours, theirs = (each[batch.loss_mask.flatten()] for each in (batch.targets.policy, batch.targets.label_logprob))
     assert not torch.allclose(ours, theirs, atol=0.1)
     assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
+
+
+def answered(tokenizer, system, number, answer):
+    """Return the tokens of a prompt with an answer, and how many of them are the answer's."""
+    return torch.tensor([tokenizer.encode(f"{system}Q{number}: what?\n{answer}")]), len(answer)
+
+
+def two_styles(tokenizer):
+    """Train a model that answers YES. behind `Shout: `, and else yes."""
+    model = tiny_model("llama", 300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(120):
+        loss = 0.0
+        for system, answer in ("Shout: ", "YES."), ("", "yes."):
+            batch = [answered(tokenizer, system, 10 + (8 * step + row) % 40, answer) for row in range(8)]
+            tokens = torch.cat([each for each, _ in batch])
+            logits = model(tokens).logits[:, -len(answer) - 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, -len(answer) :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_by_one_command_a_student_learns_the_style_that_its_teacher_has_by_a_system_prompt(forks):
+    tokenizer = AutoTokenizer.from_pretrained(forks.root / "teacher")
+    teacher = two_styles(tokenizer)
+    write_model_folder(forks.root / "styled", teacher, tokenizer)
+    lines = [json.dumps({"prompt": f"Q{number}: what?\n", "completion": "YES."}) for number in range(10, 50)]
+    (forks.root / "styles.jsonl").write_text("\n".join(lines))
+    words = ("distill", "--on-policy", "--teacher", "styled", "--student", "styled", "--teacher-system", "Shout: ")
+    words += ("--data", "styles.jsonl", "--seq-len", 24, "--num-workers", 0, "--max-new-tokens", 5, "--top-k", 8)
+    words += ("--num-sequences", 24, "--validation-sequences", 4, "--round-rows", 12, "--steps", 12, "--out", "style")
+    forks.run(*words, *forks.eager, *forks.fast).ok()
+    student = AutoModelForCausalLM.from_pretrained(forks.root / "style" / "student", dtype=torch.float32).eval()
+
+    def kl(system, model):
+        """KL(teacher behind the system prompt || model without it), over an answer in capitals."""
+        both = []
+        for each, prompt in (teacher, system), (model, ""):
+            tokens, size = answered(tokenizer, prompt, 55, "YES.")
+            with torch.no_grad():
+                both.append(each(tokens).logits[0, -size - 1 : -1].log_softmax(-1))
+        return float((both[0].exp() * (both[0] - both[1])).sum(-1).mean())
+
+    assert kl("Shout: ", student) < 0.2 * kl("Shout: ", teacher)
+    assert kl("Shout: ", student) < 0.2 * kl("", student)
 
 
 LOSSES = {
