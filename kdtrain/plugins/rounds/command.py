@@ -2,8 +2,9 @@
 
 Its words may hold {model}, the student exported for transformers, {prompts}, a file with a JSON object for each prompt
 (its text, its token ids, the most tokens of its answer, and how these are drawn), and {out}, the file of answers to
-write, in that order. No shell is involved. What it wrote is kept beside the rounds, by the settings of the round, among them its attempt and the
-weights: a run that resumes reads it. The exported student is removed once the command has ended.
+write, in that order. No shell is involved. What it wrote is kept beside the rounds, by the settings of the round, among
+them its attempt and the weights: a run that resumes reads it. The exported student is removed once the command has
+ended.
 
 What it gives up: the student's weights stay on the device meanwhile.
 """

@@ -23,9 +23,8 @@ from kdtrain.teaching.local import SelfTeacher
 from kdtrain.teaching.teacher import Writing
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
-HOW = Writing(
-    temperature=1.0, top_p=1.0, end_tokens=(299,), seed=0, batch_size=4, policy={"spec": "own", "round": 1, "attempt": 1}
-)
+POLICY = {"spec": "own", "round": 1, "attempt": 1}
+HOW = Writing(temperature=1.0, top_p=1.0, end_tokens=(299,), seed=0, batch_size=4, policy=POLICY)
 ROOT = Path(__file__).parents[3]
 PROMPTS = ["def read", [5, 6, 7], "class A", "import os"]
 
@@ -141,8 +140,8 @@ def test_the_script_for_vllm_draws_each_answer_as_the_run_states(tokenizer, tmp_
     how = replace(HOW, temperature=0.7, top_p=0.9)
     path = tmp_path / "answers" / "round-0001.jsonl"
     found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows, how, lambda: False)
-    texts = [row.tokens[: int(row.loss_mask.sum()) + int(row.loss_mask.argmax()) + 1].tolist() for row in found["train"]]
-    assert texts == [[5, 6, 6, 5, 299], [7, 7, 299]] and len(found["validation"]) == 1
+    answers = [row.tokens[1:][row.loss_mask].tolist() for row in found["train"]]
+    assert answers == [[6, 5, 299], [7, 299]] and len(found["validation"]) == 1
     params = [json.loads(line) for line in (tmp_path / "params.jsonl").read_text().splitlines()]
     stated = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 3, "stop_token_ids": [299], "detokenize": False}
     assert all(stated.items() <= each.items() for each in params) and len({each["seed"] for each in params}) == 3
