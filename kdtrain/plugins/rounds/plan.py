@@ -31,7 +31,6 @@ from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.outputs import OutFolder
-from kdtrain.plugins.rounds import SAMPLED
 from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import Score, load_score, mean_score, show_texts, texts
@@ -106,8 +105,10 @@ class ReplayedData(DataPlan):
             raise UsageError(f"{path} is not what a run writes ({error}); give another --rollouts") from None
         drawn = LocalCache(first).manifest.settings.data["generated"]
         how = " ".join(f"--gen-{name} {drawn[name.replace('-', '_')]:g}" for name in ("temperature", "top-p"))
-        if self.config.objective.divergence == SAMPLED and how != "--gen-temperature 1 --gen-top-p 1":
-            raise UsageError(f"--rollouts {self.run} was drawn at {how}; --divergence {SAMPLED} needs both at 1")
+        loss = self.config.objective.divergence
+        sampled = DIVERGENCES.get(loss.partition(":")[0]).of_label is not None
+        if sampled and how != "--gen-temperature 1 --gen-top-p 1":
+            raise UsageError(f"--rollouts {self.run} was drawn at {how}; --divergence {loss} needs both at 1")
         known = open_sources(self.config, [LocalCache(first)])["train"].facts
         facts = replace(known, name=str(self.run), identity=identity)
         fixed = open_sources(self.config, self.config.cache) if self.config.cache else None
