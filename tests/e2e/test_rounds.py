@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kdtrain as kd
+from kdtrain.testing import tiny_model, write_model_folder
 from tests.stand_in import standing_in
 
 ENDS = [*range(0, 300, 20), 299]
@@ -275,6 +276,18 @@ def test_a_rollback_leaves_the_round_it_is_in_and_begins_another_attempt_behind_
     assert same_weights(forks, "back-killed", "back")
 
 
+def test_a_replay_reads_of_each_round_the_attempt_that_the_run_went_on_with(forks, run):
+    rare = (*ROUNDS, "--checkpoint-freq", 2, "--eval-freq", 2)
+    run("left", *rare, steps=5, fault="train.after-micro-batch:kill:4", code=-9)
+    run("left", *rare, "--micro-batch-size", 1, steps=5)  # whose step 3, done again, has other last bits
+    run("skipped", *ROUNDS, "--max-skips", 1, fault="train.gradient:nan:5-6")
+    for name, abandoned, attempts in ("left", "round-0002", [1, 2]), ("skipped", "round-0003", [1, 1, 2]):
+        assert {abandoned, f"{abandoned}-2"} <= texts(forks, name).keys()
+        run(f"{name}-replay", "--rollouts", name, steps=1 + 2 * len(attempts))
+        lines = forks.metrics(f"{name}-replay")
+        assert [line["rollouts/attempt"] for line in lines if "rollouts/attempt" in line] == attempts
+
+
 def test_a_fork_continues_the_run_from_its_checkpoint(forks, run, whole):
     checkpoint = next((forks.root / "whole-run" / "checkpoints").glob("step-*03"))
     run("fork", "--rollouts", "whole-run", "--load", checkpoint, code=1)  # from its best checkpoint
@@ -286,6 +299,8 @@ def test_share_0_is_the_offline_run_and_half_of_it_mixes_both(forks, run):
     run("offline", "--cache", "cache")
     run("share-0", *ROUNDS, *fixed, "--rollout-share", 0)
     assert same_weights(forks, "share-0", "offline") and not (forks.root / "share-0" / "rollouts").exists()
+    run("rare", *ROUNDS, *fixed, "--rollout-share", 0.0004)  # of 42 sequences
+    assert not any("rollouts/round" in line for line in forks.metrics("rare"))
     run("half", *ROUNDS, *fixed, "--rollout-share", 0.5, "--alpha", 0.25, "--cold-start", 1)
     lines = forks.metrics("half")
     assert "rollouts/round" not in lines[0] and [line["rollouts/round"] for line in lines[1:]] == [1, 1, 1, 1, 2, 2]
@@ -387,6 +402,9 @@ def test_a_command_that_writes_the_rounds_gives_the_rows_of_our_own_decoder_and_
     greedy = (*ROUNDS, "--gen-temperature", 0)
     command = ("--write-with", f"{sys.executable} engine.py {{model}} {{prompts}} {{out}}")
     run("greedy", *greedy, steps=5)
+    drawn = ("distill", "--rollouts", "greedy", "--student", "student.toml", "--out", "never")
+    refusal = forks.run(*drawn, "--divergence", "sampled-reverse-kl").refusal()
+    assert "was drawn at --gen-temperature 0 --gen-top-p 1" in refusal
     for name in ("stop0002", "broken0002"):
         (forks.root / name).touch()
     stopped = run("engine", *greedy, *command, steps=5)
@@ -489,6 +507,53 @@ def test_in_rounds_the_teacher_reads_its_own_prompts_and_may_be_the_student_with
     ours, theirs = (each[batch.loss_mask.flatten()] for each in (batch.targets.policy, batch.targets.label_logprob))
     assert not torch.allclose(ours, theirs, atol=0.1)
     assert "add --lora-rank, or name the student's spec" in forks.run(*asks).refusal()
+
+
+def answered(tokenizer, system, number, answer):
+    """Return the tokens of a prompt with an answer, and how many of them are the answer's."""
+    return torch.tensor([tokenizer.encode(f"{system}Q{number}: what?\n{answer}")]), len(answer)
+
+
+def two_styles(tokenizer):
+    """Train a model that answers YES. behind `Shout: `, and else yes."""
+    model = tiny_model("llama", 300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(120):
+        loss = 0.0
+        for system, answer in ("Shout: ", "YES."), ("", "yes."):
+            batch = [answered(tokenizer, system, 10 + (8 * step + row) % 40, answer) for row in range(8)]
+            tokens = torch.cat([each for each, _ in batch])
+            logits = model(tokens).logits[:, -len(answer) - 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, -len(answer) :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_by_one_command_a_student_learns_the_style_that_its_teacher_has_by_a_system_prompt(forks):
+    tokenizer = AutoTokenizer.from_pretrained(forks.root / "teacher")
+    teacher = two_styles(tokenizer)
+    write_model_folder(forks.root / "styled", teacher, tokenizer)
+    lines = [json.dumps({"prompt": f"Q{number}: what?\n", "completion": "YES."}) for number in range(10, 50)]
+    (forks.root / "styles.jsonl").write_text("\n".join(lines))
+    words = ("distill", "--on-policy", "--teacher", "styled", "--student", "styled", "--teacher-system", "Shout: ")
+    words += ("--data", "styles.jsonl", "--seq-len", 24, "--num-workers", 0, "--max-new-tokens", 5, "--top-k", 8)
+    words += ("--num-sequences", 24, "--validation-sequences", 4, "--round-rows", 12, "--steps", 12, "--out", "style")
+    forks.run(*words, *forks.eager, *forks.fast).ok()
+    student = AutoModelForCausalLM.from_pretrained(forks.root / "style" / "student", dtype=torch.float32).eval()
+
+    def kl(system, model):
+        """KL(teacher behind the system prompt || model without it), over an answer in capitals."""
+        both = []
+        for each, prompt in (teacher, system), (model, ""):
+            tokens, size = answered(tokenizer, prompt, 55, "YES.")
+            with torch.no_grad():
+                both.append(each(tokens).logits[0, -size - 1 : -1].log_softmax(-1))
+        return float((both[0].exp() * (both[0] - both[1])).sum(-1).mean())
+
+    assert kl("Shout: ", student) < 0.2 * kl("Shout: ", teacher)
+    assert kl("Shout: ", student) < 0.2 * kl("", student)
 
 
 LOSSES = {

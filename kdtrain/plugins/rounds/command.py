@@ -1,9 +1,10 @@
 """`--write-with`: a command of the user that writes a round in place of the student's own decoder.
 
 Its words may hold {model}, the student exported for transformers, {prompts}, a file with a JSON object for each prompt
-(its text, its token ids and the most tokens of its answer), and {out}, the file of answers to write, in that order. No
-shell is involved. What it wrote is kept beside the rounds, by the settings of the round, among them its attempt and the
-weights: a run that resumes reads it. The exported student is removed once the command has ended.
+(its text, its token ids, the most tokens of its answer, and how these are drawn), and {out}, the file of answers to
+write, in that order. No shell is involved. What it wrote is kept beside the rounds, by the settings of the round, among
+them its attempt and the weights: a run that resumes reads it. The exported student is removed once the command has
+ended.
 
 What it gives up: the student's weights stay on the device meanwhile.
 """
@@ -22,10 +23,12 @@ from typing import Any
 
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, printable
+from kdtrain.files import json_digest
 from kdtrain.models.export import export_model
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers
 from kdtrain.ranks import on_main, raise_on_all_ranks
+from kdtrain.teaching.teacher import Writing
 
 _LINES, _CHARACTERS = 5, 2000
 """What of a failed command's output is shown, at most."""
@@ -44,6 +47,7 @@ def write_elsewhere(
     tokenizer: Path,
     reader: PromptReader,
     rows: Mapping[str, Iterable[PackedRow]],
+    how: Writing,
     stopping: Callable[[], bool],
 ) -> Mapping[str, list[PackedRow]] | None:
     """Read the prompts `rows` with their answers from `path`, which is written if it is not there; every rank calls it.
@@ -52,11 +56,13 @@ def write_elsewhere(
     """
     lines = list[dict[str, Any]]()
     for split, each in rows.items():
-        for row in each:
+        for place, row in enumerate(each):
             tokens = row.tokens[: int(row.loss_mask.argmax()) + 1].tolist()
             text = reader.tokenizer.decode(tokens)
             most = int(row.loss_mask.sum())
-            lines.append({"prompt": text, "tokens": tokens, "max_tokens": most, "split": split})
+            seed = int(json_digest([how.seed, how.policy, split, place])[:7], 16)
+            drawn = {"temperature": how.temperature, "top_p": how.top_p, "seed": seed, "end_tokens": how.end_tokens}
+            lines.append({"prompt": text, "tokens": tokens, "max_tokens": most, "split": split, **drawn})
             if SEEN in row.kept:
                 lines[-1]["teacher_prompt"] = row.kept[SEEN][row.kept[SEEN] >= 0].tolist()
 

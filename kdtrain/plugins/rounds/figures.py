@@ -26,7 +26,7 @@ _SHOWN = 2
 _BIGRAM = 500_000
 """Tokens that the bigram of the text is fitted on."""
 _SHORTER, _LONGER, _ENDED, _REPEATED = 0.5, 2.0, 0.5, 0.3
-_FIRST = ("length", "ended")
+_FIRST = ("length", "ended", "room")
 """What later rounds are compared with."""
 
 
@@ -103,9 +103,7 @@ def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
 
 def beside_first(found: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
     """Add to the numbers of a round those of the first with which they are compared."""
-    beside = {f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}
-    beside["rollouts/first/length"] *= found["rollouts/room"] / first["rollouts/room"]  # as --max-new-tokens grows
-    return {**found, **beside}
+    return {**found, **{f"rollouts/first/{name}": first[f"rollouts/{name}"] for name in _FIRST}}
 
 
 def refuse_collapse(found: Mapping[str, float]) -> None:
@@ -175,7 +173,10 @@ _LENGTH_RULE = Rule(
 @_LENGTH_RULE
 def rollouts_length(signs: Signs) -> str | None:
     """Warn of texts that became much shorter or longer."""
-    if (pair := _pair(signs, "length")) is None or _SHORTER * pair[1] <= pair[0] <= _LONGER * pair[1]:
+    if (pair := _pair(signs, "length")) is None:
+        return None
+    now, first = _pair(signs, "room") or (1.0, 1.0)  # longer, as --max-new-tokens grows
+    if _SHORTER * pair[1] <= pair[0] <= _LONGER * pair[1] * now / first:
         return None
     return f"the student's texts have {pair[0]:.1f} tokens, and had {pair[1]:.1f} in the first round"
 

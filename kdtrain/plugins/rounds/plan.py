@@ -1,7 +1,7 @@
 """The plan of a run in rounds: its prompts, its fixed text, who scores, and the rounds of another run for a replay.
 
 In the folder of a run: `prompts`, a cache of bare tokens whose rows are the prompts of both splits;
-`rollouts/rollouts.json`, the shape of the stream; and a cache a round.
+`rollouts/rollouts.json`, the shape of the stream and the attempt of each round that was read last; and a cache a round.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.data.order import Order
 from kdtrain.data.packed import PackedRow
-from kdtrain.errors import UsageError, log
+from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest, read_sealed, typed
 from kdtrain.models.loading import model_digest
 from kdtrain.models.spec import read_spec
@@ -34,7 +34,7 @@ from kdtrain.outputs import OutFolder
 from kdtrain.plugins.rounds.answers import PromptReader, bare
 from kdtrain.plugins.rounds.command import write_elsewhere
 from kdtrain.plugins.rounds.figures import Score, load_score, mean_score, show_texts, texts
-from kdtrain.plugins.rounds.source import Fixed, Rounds, StreamShape
+from kdtrain.plugins.rounds.source import Attempts, Fixed, Rounds, StreamShape
 from kdtrain.plugins.rounds.writing import (
     SCORED,
     Interrupted,
@@ -87,31 +87,39 @@ class ReplayedData(DataPlan):
     def __init__(self, request: PlanRequest) -> None:
         self.config, self.run = request.config, request.config.plugins["rounds"].rollouts
         with raise_on_all_ranks():
-            self.known, self.shape, self.fixed = self._read()
+            self.known, self.shape, self.attempts, self.fixed = self._read()
         self.facts = self.known
 
-    def _read(self) -> tuple[Facts, StreamShape, dict[str, Source] | None]:
+    def _read(self) -> tuple[Facts, StreamShape, dict[int, int], dict[str, Source] | None]:
         path = self.run / ROLLOUTS / SHAPE
         try:
             record = read_sealed(path)
             shape, identity = typed(record["shape"], StreamShape), typed(record["identity"], str)
+            attempts = dict[int, int](typed(record["attempts"], Attempts))  # type: ignore[arg-type]
             first = next(iter(sorted((self.run / ROLLOUTS).glob("round-*/manifest.json")))).parent
-        except (OSError, KeyError, StopIteration):
+        except (OSError, StopIteration):
             raise UsageError(
                 f"--rollouts {self.run}: no run that wrote rounds is there; give one of --on-policy"
             ) from None
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             raise UsageError(f"{path} is not what a run writes ({error}); give another --rollouts") from None
+        drawn = LocalCache(first).manifest.settings.data["generated"]
+        how = " ".join(f"--gen-{name} {drawn[name.replace('-', '_')]:g}" for name in ("temperature", "top-p"))
+        loss = self.config.objective.divergence
+        sampled = DIVERGENCES.get(loss.partition(":")[0]).of_label is not None
+        if sampled and how != "--gen-temperature 1 --gen-top-p 1":
+            raise UsageError(f"--rollouts {self.run} was drawn at {how}; --divergence {loss} needs both at 1")
         known = open_sources(self.config, [LocalCache(first)])["train"].facts
         facts = replace(known, name=str(self.run), identity=identity)
         fixed = open_sources(self.config, self.config.cache) if self.config.cache else None
         if Fraction(shape.share) < 1 and fixed is None:
             raise UsageError(f"--rollouts {self.run} mixes its rounds with fixed text; give its --cache too")
-        return facts, shape, fixed
+        return facts, shape, attempts, fixed
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
         own = open_sources(self.config, [LocalCache(self.run / _TEXT)])
-        sources = split_sources(self.config, self.known, self.shape, self.run / ROLLOUTS, None, own, self.fixed)
+        folder, fixed = self.run / ROLLOUTS, self.fixed
+        sources = split_sources(self.config, self.known, self.shape, folder, None, own, fixed, self.attempts)
         return sources, own["validation"]
 
 
@@ -123,6 +131,7 @@ def split_sources(
     writer: Any,
     text: dict[str, Source],
     fixed: dict[str, Source] | None,
+    attempts: Mapping[int, int],
 ) -> dict[str, Source]:
     """Make the splits of a run; validation is of the fixed cache if there is one, else of the text of the prompts."""
     tokenizer = None if facts.tokenizer is None else load_tokenizer(facts.tokenizer)
@@ -136,6 +145,7 @@ def split_sources(
         folder,
         seed=config.seed,
         writer=writer,
+        attempts=attempts,
         fixed=None if beside is None else Fixed(beside["train"]),
         text=text["train"],
         sampled=divergence.of_label is not None,
@@ -227,7 +237,7 @@ class RoundsData(DataPlan):
             return {split: [*map(bare, each)] for split, each in rows_.items()}
 
         prompts = self.text.prompts(given.prompt_tokens, resumed, own if given.teacher_prompts else None)
-        share = Fraction(str(given.rollout_share)).limit_denominator(1000)
+        share = Fraction(str(given.rollout_share))
         steps = given.round_steps
         if steps is None:
             steps = max(1, round(Fraction(given.round_rows) / (share * config.batch_size)))
@@ -247,7 +257,7 @@ class RoundsData(DataPlan):
         identity = hashlib.sha256(repr(decides).encode()).hexdigest()
         facts = self._facts(identity, prompts.tokenizer)
         writer = RoundWriter(self, prompts, shape, facts, seen, rows_)
-        return split_sources(config, facts, shape, folder, writer, sources, self.fixed), rows
+        return split_sources(config, facts, shape, folder, writer, sources, self.fixed, {}), rows
 
 
 @dataclass(eq=False)
@@ -305,7 +315,6 @@ class RoundWriter:
         scored = SCORED if self.config.remote is None else self.given.rollout_batch_size
         answers = RolloutAnswers(self.student, drawn, inner, scored, stopped, self.more)
         answers.logits = None  # whose fidelity is not measured each round
-        on_main(lambda: self._state_shape(folder.parent))
         log.info("round %d: the student writes %s rows into %s", number, f"{self.shape.rows:,}", folder)
         tokenizer = self.prompts.tokenizer
         each, size = self.shape.rows, len(self.prompts["train"])
@@ -319,7 +328,7 @@ class RoundWriter:
             path = folder.parent / "answers" / f"{folder.name}-{json_digest(settings.to_json())[:12]}.jsonl"
             reader = PromptReader(self.teacher.tokenizer, how.end_tokens, settings.seq_len)
             model, stopping = self.student.model, self.data.request.stopping
-            splits = write_elsewhere(self.given.write_with, path, model, tokenizer, reader, splits, stopping)
+            splits = write_elsewhere(self.given.write_with, path, model, tokenizer, reader, splits, how, stopping)
             if splits is None:
                 raise Interrupted
             answers.seconds["writing"] += time.monotonic() - started
@@ -333,7 +342,7 @@ class RoundWriter:
             progress=self._stop_together,
             all_ranks=True,
         )
-        on_main(lambda: None)  # rank 0 has written the manifest
+        on_main(lambda: self._record(folder.parent, number, attempt))
         seconds = answers.seconds
         whole = time.monotonic() - started
         spent = {f"rollouts/{name}_s": each for name, each in seconds.items()}
@@ -360,11 +369,16 @@ class RoundWriter:
             found += texts(part.tokens, part.loss_mask, self.teacher.tokenizer)
         return mean_score(found, score)
 
-    def _state_shape(self, folder: Path) -> None:
-        """Write what a replay needs besides the rounds."""
-        if not (folder / SHAPE).exists():
-            record = {"identity": self.facts.identity, "shape": asdict(self.shape)}
-            OutFolder(folder).publish(SHAPE, record, "rounds.shape")
+    def _record(self, folder: Path, number: int, attempt: int) -> None:
+        """Record what a replay needs besides the rounds: the shape, and which attempt of each was read last."""
+        path, attempts = folder / SHAPE, dict[int, int]()
+        try:
+            attempts.update(read_sealed(path).get("attempts", []) if path.exists() else [])
+        except ValueError as error:
+            raise RunError(f"{path}: {error}; move it away, and resume") from None
+        found = sorted((attempts | {number: attempt}).items())
+        record = {"identity": self.facts.identity, "shape": asdict(self.shape), "attempts": [*map(list, found)]}
+        OutFolder(folder).publish(SHAPE, record, "rounds.shape")
 
     def _settings(self, number: int, attempt: int) -> tuple[CacheSettings, Writing]:
         """Return the settings of a round by the student with its present weights."""
@@ -399,7 +413,8 @@ class RoundWriter:
     def _length(self, number: int) -> int:
         """Return the most tokens that the student writes in a round; they grow evenly to the last round."""
         first, last = self.given.lengths
-        sequences = self.config.total_steps(self.shape.rows) * self.config.batch_size - self.shape.cold
+        epoch = self.shape.epoch(self.data.fixed and self.data.fixed["train"])
+        sequences = self.config.total_steps(epoch) * self.config.batch_size - self.shape.cold
         rounds = max(1, -(-sequences // self.shape.sequences))
         return round(first + (last - first) * min(1.0, (number - 1) / max(1, rounds - 1)))
 

@@ -7,15 +7,16 @@ before it, in an order of that round's own.
 
 A round is written before the first step that reads it, by the weights of that moment, into a folder that is named by
 its number and its attempt, and stays as it is. A run that resumes reads it, or captures the rest. A rollback behind the
-beginning of a round leaves its folder, and the next rounds are of another attempt. A replay finds the same names.
+beginning of a round leaves its folder, and the next rounds are of another attempt. A replay reads of each round the
+attempt that the run read last.
 
 What it gives up: a round is read only when it is whole; the student waits for it.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import count
@@ -42,6 +43,8 @@ STRIDE = 2**32
 _BASELINE_ROWS = 128
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+Attempts = list[Annotated[list[Count], Meta(min_length=2, max_length=2)]]
+"""The number and the attempt of each round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,12 @@ class StreamShape:
     share: str
     """A fraction, such as 1/2."""
 
+    def epoch(self, fixed: Sized | None) -> int:
+        """Return the length of an epoch: a round, or beside fixed text a pass over that."""
+        if fixed is None or not (share := 1 - Fraction(self.share)):
+            return self.rows
+        return max(1, round(len(fixed) / share))
+
     def round_of(self, place: int) -> int:
         """Return the round of a place, from 1; 0 for a cold place."""
         return 0 if place < self.cold else (place - self.cold) // self.sequences + 1
@@ -65,7 +74,8 @@ class StreamShape:
     def before(self, places: np.ndarray | int) -> Any:
         """Count the rollouts before a place."""
         share = Fraction(self.share)
-        return np.maximum(np.asarray(places) - self.cold, 0) * share.numerator // share.denominator
+        behind = np.maximum(np.asarray(places) - self.cold, 0).astype(object)  # products above 2^63
+        return np.asarray(behind * share.numerator // share.denominator, np.int64)
 
 
 class Writer(Protocol):
@@ -117,6 +127,7 @@ class Rounds:
         folder: where the rounds are.
         seed: of their order.
         writer: None: they are another run's, and only read.
+        attempts: the attempt of each round that this run read last.
         fixed: the text that is no rollout; None: there is none.
         text: for the bigram that a round is compared with.
         sampled: whether the loss subtracts a baseline.
@@ -131,6 +142,7 @@ class Rounds:
     _: KW_ONLY
     seed: int
     writer: Writer | None
+    attempts: Mapping[int, int] = field(default_factory=dict)
     fixed: Fixed | None
     text: Source | None = None
     sampled: bool = False
@@ -151,10 +163,7 @@ class Rounds:
         self._digests = dict[Path, str]()
 
     def __len__(self) -> int:
-        """Return the length of an epoch: a round, or beside fixed text a pass over that."""
-        if self.fixed is None or not (share := 1 - Fraction(self.shape.share)):
-            return self.shape.rows
-        return max(1, round(len(self.fixed) / share))
+        return self.shape.epoch(self.fixed)
 
     def meet(self, student: Any, teacher: Any) -> None:
         """Hand student and teacher to the writer and to the fixed text."""
@@ -245,18 +254,14 @@ class Rounds:
         return self.first
 
     def _attempt(self, number: int) -> int:
-        """Find the attempt of a round that begins: ours, or in a replay the next one that is there.
-
-        RunError: none is.
-        """
+        """Find the attempt of a round that begins: ours, or in a replay that of the run. RunError: it has none."""
         if self.writer is not None:
             return next(
                 each for each in count(self.attempt) if self.writer.begun(number, each, self._folder(number, each))
             )
-        there = [each for each in range(1, self.attempt + 100) if (self._folder(number, each) / MANIFEST).exists()]
-        if not there:
+        if number not in self.attempts:
             raise RunError(f"{self.folder} has no round {number}: the run did not get that far; lower --steps")
-        return next((each for each in there if each >= self.attempt), there[-1])
+        return self.attempts[number]
 
     def _folder(self, number: int, attempt: int) -> Path:
         return self.folder / f"round-{number:04d}{f'-{attempt}' if attempt > 1 else ''}"
@@ -325,7 +330,7 @@ class Rounds:
 @dataclass
 class _State:
     attempt: Annotated[int, Meta(ge=1, le=2**31)]
-    rounds: list[Annotated[list[Count], Meta(min_length=2, max_length=2)]]
+    rounds: Attempts
     sha256: str
 
 

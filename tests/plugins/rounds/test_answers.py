@@ -1,7 +1,9 @@
 """A round for a loop of one's own, and files of answers that another program wrote."""
 
 import json
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +20,11 @@ from kdtrain.plugins.rounds import command
 from kdtrain.plugins.rounds.answers import PromptReader, read_answers, rows_of
 from kdtrain.plugins.rounds.plan import RoundWriter
 from kdtrain.teaching.local import SelfTeacher
+from kdtrain.teaching.teacher import Writing
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
+POLICY = {"spec": "own", "round": 1, "attempt": 1}
+HOW = Writing(temperature=1.0, top_p=1.0, end_tokens=(299,), seed=0, batch_size=4, policy=POLICY)
 ROOT = Path(__file__).parents[3]
 PROMPTS = ["def read", [5, 6, 7], "class A", "import os"]
 
@@ -88,9 +93,58 @@ def test_a_command_reads_the_exported_student_which_is_gone_afterwards_and_its_a
         split: [PackedRow.prompt([5, 6], seq_len=8, max_new_tokens=2, filler=299)] for split in ("train", "validation")
     }
     for words in (f"sh {tmp_path / 'engine.sh'} {{model}} {{prompts}} {{out}}", "false"):  # the second reads the file
-        found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows, lambda: False)
+        found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows, HOW, lambda: False)
         assert [each.tokens[:4].tolist() for split in rows for each in found[split]] == [[5, 6, 7, 8]] * 2
     assert sorted(each.name for each in path.parent.iterdir()) == ["round-0001.jsonl", "round-0001.prompts"]
+
+
+VLLM = """
+import json
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+
+@dataclass
+class SamplingParams:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_token_ids: list[int] | None = None
+    detokenize: bool = True
+
+class LLM:
+    def __init__(self, model, *, gpu_memory_utilization=0.9):
+        open(f"{model}/config.json").close()
+
+    def generate(self, prompts, sampling_params):
+        with open("params.jsonl", "w") as file:
+            file.writelines(json.dumps(asdict(each)) + "\\n" for each in sampling_params)
+        ids = [(*each["prompt_token_ids"][::-1], 299)[: how.max_tokens] for each, how in zip(prompts, sampling_params)]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=each)]) for each in ids]
+"""
+"""A module with what the example uses of vLLM."""
+
+
+def test_the_script_for_vllm_draws_each_answer_as_the_run_states(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(VLLM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model, reader = tiny_model("llama", 300), PromptReader(tokenizer, (299,), 8)
+    write_model_folder(tmp_path / "own", model, tokenizer)
+    prompts = {"train": [[5, 6], [7]], "validation": [[5, 6]]}
+    rows = {
+        split: [PackedRow.prompt(row, seq_len=8, max_new_tokens=3, filler=299) for row in each]
+        for split, each in prompts.items()
+    }
+    words = f"{sys.executable} {ROOT / 'examples' / 'write_with_vllm.py'} {{model}} {{prompts}} {{out}}"
+    how = replace(HOW, temperature=0.7, top_p=0.9)
+    path = tmp_path / "answers" / "round-0001.jsonl"
+    found = command.write_elsewhere(words, path, model, tmp_path / "own", reader, rows, how, lambda: False)
+    answers = [row.tokens[1:][row.loss_mask].tolist() for row in found["train"]]
+    assert answers == [[6, 5, 299], [7, 299]] and len(found["validation"]) == 1
+    params = [json.loads(line) for line in (tmp_path / "params.jsonl").read_text().splitlines()]
+    stated = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 3, "stop_token_ids": [299], "detokenize": False}
+    assert all(stated.items() <= each.items() for each in params) and len({each["seed"] for each in params}) == 3
 
 
 def written(path, *lines):

@@ -206,15 +206,16 @@ def test_a_student_that_is_its_teacher_has_no_gradient():
     targets, _ = targets_of(z, nodes, tokens, z, SAMPLES, 0.0)
     log_p = z.log_softmax(-1)
     whole = DenseTargets(log_p[nodes], log_p[nodes, tokens], targets.policy)
-    for divergence in (each for each in DIVERGENCES.builtin if each != "tvd"):  # whose kink there is rounding
+    for divergence in DIVERGENCES.builtin:
+        flat = divergence != "tvd"  # which has a kink there: its gradient is of the size of q, its sign is rounding
         hidden = z[nodes].clone().requires_grad_()
         loss = DistillationLoss(divergence=divergence, alpha=0.3)
         output = loss(hidden, HeadPart(), tokens, here, whole, vocab_size=VOCAB, normalizer=1.0)
         (found,) = torch.autograd.grad(output.loss, hidden)
-        assert abs(float(output.kd)) < 1e-12 * DRAWS and found.abs().max() < 1e-12, divergence
+        assert abs(float(output.kd)) < 1e-12 * DRAWS and (found.abs().max() < 1e-12) == flat, divergence
         if "sparse" in DIVERGENCES.get(divergence).accepts:
             _, found, output = gradients(z, z, z, divergence, TOP)
-            assert abs(float(output.kd)) / DRAWS < 1e-6 and found.abs().max() < 1e-6, divergence
+            assert abs(float(output.kd)) / DRAWS < 1e-6 and (found.abs().max() < 1e-6) == flat, divergence
     for spec in (SAMPLES, BOTH):
         assert apart(gradients(z, z, z, "forward-kl", spec), torch.zeros_like(z)) < 4
         assert gradients(z, z, z, "sampled-reverse-kl", spec)[1].abs().max() < 1e-6

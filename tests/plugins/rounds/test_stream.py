@@ -1,16 +1,21 @@
 """The stream of a run in rounds, the figures of a round and the rules by which its text collapses."""
 
 from dataclasses import replace
+from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kdtrain.cache.write.shard_writer import ShardRows
+from kdtrain.config.commands import DistillConfig
+from kdtrain.config.values import configured
 from kdtrain.data.order import Order
 from kdtrain.errors import RunError
 from kdtrain.monitor.rules import RULES, Signs, findings
 from kdtrain.plugins.rounds.answers import SEEN
-from kdtrain.plugins.rounds.figures import refuse_collapse, repeated
+from kdtrain.plugins.rounds.figures import beside_first, refuse_collapse, repeated
+from kdtrain.plugins.rounds.plan import RoundWriter
 from kdtrain.plugins.rounds.source import STRIDE, Rounds, StreamShape
 from kdtrain.plugins.rounds.writing import Inserted, seen_rows
 from kdtrain.training.sources.source import Facts
@@ -45,7 +50,9 @@ def test_a_round_reads_each_of_its_rows_once_a_pass_in_an_order_of_its_own(tmp_p
 
 def test_fixed_text_keeps_its_own_order_whatever_the_share_of_rollouts(tmp_path):
     alone = Order.shuffled(3, 50).batch(0, 200)
-    for share, cold in ("1/2", 0), ("1/4", 10), ("9/10", 7), ("1", 5):
+    third = Fraction("0.3333333333333333")
+    assert rounds(tmp_path, share=str(third)).shape.before(2**40) == 2**40 * third.numerator // third.denominator
+    for share, cold in ("1/2", 0), ("1/4", 10), ("9/10", 7), ("1", 5), ("9999/10000", 0), (str(third), 0):
         found = rounds(tmp_path, share=share, cold=cold).order(3).batch(0, 200)
         fixed = found[found < STRIDE]
         assert (fixed == alone[: len(fixed)]).all() and (found[:cold] < STRIDE).all()
@@ -53,6 +60,16 @@ def test_fixed_text_keeps_its_own_order_whatever_the_share_of_rollouts(tmp_path)
         part = eval(share)
         assert abs(drawn.sum() - part * (200 - cold)) < 1
         assert (found[cold:][drawn] // STRIDE == np.flatnonzero(drawn) // 24 + 1).all()
+
+
+def test_texts_grow_to_their_last_length_in_the_last_round_also_where_an_epoch_is_one_of_fixed_text():
+    given = {"on_policy": True, "rollout_share": 0.25, "cache": "c", "epochs": 4, "batch_size": 8, "round_rows": 16}
+    options = {"student": "s", "out": "o", "teacher": "t", "data": "d", "max_new_tokens": "2:20"} | given
+    config = configured(DistillConfig, None, options)
+    data = SimpleNamespace(config=config, given=config.plugins["rounds"], teacher=None, fixed={"train": range(36)})
+    shape = StreamShape(rows=16, sequences=64, cold=0, stale=0, share="1/4")
+    writer = RoundWriter(data, None, shape, FACTS, None, {})
+    assert [writer._length(number) for number in (1, 2, 3)] == [2, 11, 20]
 
 
 def test_stale_rounds_take_turns_and_give_other_rows_as_they_grow_old(tmp_path):
@@ -98,6 +115,14 @@ def test_each_sign_of_collapse_is_a_rule_with_a_knob_and_can_end_the_run(kind, b
         refuse_collapse(bad)
     assert RULES[kind][0].knob in str(raised.value) and raised.value.reason == "collapse"
     refuse_collapse(good)
+
+
+def test_more_room_for_texts_raises_the_length_that_is_too_long_and_not_the_one_that_is_too_short():
+    first = {"rollouts/length": 60.0, "rollouts/ended": 0.9, "rollouts/room": 128.0}
+    for length, kinds in (66.0, []), (470.0, []), (490.0, ["rollouts-length"]), (29.0, ["rollouts-length"]):
+        found = beside_first(first | {"rollouts/length": length, "rollouts/room": 512.0}, first)
+        assert [*findings(Signs(step=1, numbers=found), each_step=True)] == kinds
+        assert found["rollouts/first/length"] == 60
 
 
 def test_repetition_is_counted_within_what_was_written():
