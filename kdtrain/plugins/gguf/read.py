@@ -217,16 +217,17 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
         "added_tokens": added,
         "normalizer": rule.normalizer,
         "pre_tokenizer": rule.pre_tokenizer,
-        "post_processor": _around(header, tokens, special),
+        "post_processor": _around(header, tokens, special, rule.add_bos and special["bos"] is not None),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {**bpe, "vocab": vocabulary, "merges": merges},
     }
     return {"tokenizer": tokenizer, "tokenizer_config": config, "generation_config": generation}
 
 
-def _around(header: Header, tokens: list[str], special: dict[str, int | None]) -> dict[str, Any]:
-    """Return the post-processor: the tokens that the file wants before and behind a text."""
-    wanted = [name for name in ("bos", "eos") if header.values.get(f"tokenizer.ggml.add_{name}_token") is True]
+def _around(header: Header, tokens: list[str], special: dict[str, int | None], add_bos: bool) -> dict[str, Any]:
+    """Return the post-processor: the tokens that the file, or else its pre-tokenizer, wants around a text."""
+    default = {"bos": add_bos, "eos": False}
+    wanted = [name for name in default if _value(header, f"tokenizer.ggml.add_{name}_token", bool, default[name])]
     if missing := [name for name in wanted if special[name] is None]:
         raise ValueError(f"tokenizer.ggml.add_{missing[0]}_token is true, and there is no such token")
     known = {name: (number, tokens[number]) for name in wanted if (number := special[name]) is not None}

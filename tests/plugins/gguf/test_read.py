@@ -105,6 +105,24 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
 
 
 @pytest.mark.parametrize(
+    "pre, values, begins",
+    [
+        ("llama-bpe", {"bos_token_id": 7}, True),
+        ("llama3", {"bos_token_id": 7}, True),
+        ("llama-bpe", {"bos_token_id": 7, "add_bos_token": False}, False),
+        ("llama-bpe", {}, False),
+        ("gpt-2", {"bos_token_id": 7}, False),
+        ("gpt-2", {"bos_token_id": 7, "add_bos_token": True}, True),
+    ],
+)
+def test_a_text_begins_with_a_bos_where_the_file_or_else_llama_cpps_default_says_so(tmp_path, pre, values, begins):
+    values = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    found = load_tokenizer(str(write_gguf(tmp_path / "a.gguf", tiny(), pre=pre, values=values)))
+    ids = found("def f(x)", add_special_tokens=False).input_ids
+    assert found("def f(x)").input_ids == [7] * begins + ids and 7 not in ids
+
+
+@pytest.mark.parametrize(
     "change, words",
     [
         ({"values": {"llama.rope.scaling.factor": 8.0}}, "llama.rope.scaling.factor = 8.0 changes the model"),
@@ -119,6 +137,7 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
         ({"values": {"general.type": "adapter"}}, "give the file of a whole model"),
         ({"values": {"tokenizer.ggml.model": "llama"}}, "byte-level BPE"),
         ({"values": {"tokenizer.ggml.eos_token_id": 4000}}, "eos_token_id = 4000 is not a token"),
+        ({"values": {"tokenizer.ggml.add_bos_token": 1}}, "tokenizer.ggml.add_bos_token = 1 is not of type bool"),
         ({"values": {"tokenizer.ggml.merges": ["a b c"]}}, "a merge of its tokenizer"),
         ({"without": ["tokenizer.ggml.pre"]}, "it has no tokenizer.ggml.pre"),
         ({"pre": "tekken"}, "pre-tokenizer is 'tekken'; gpt-2, smollm, "),
