@@ -39,6 +39,7 @@ _READ = {
     *("attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon", "attention.value_length"),
     *("rope.dimension_count", "rope.freq_base", "vocab_size"),
 }
+_TEMPLATE = "tokenizer.chat_template"
 _NEUTRAL = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
 """Keys that change nothing with this value."""
 
@@ -207,8 +208,12 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
     config: dict[str, Any] = {f"{name}_token": tokens[at] for name, at in special.items() if at is not None}
     config = {key: token for key, token in config.items() if key not in ("eot_token", "eom_token")}
     config |= {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False}
-    if "tokenizer.chat_template" in header.values:
-        config["chat_template"] = _text(header, "tokenizer.chat_template")
+    keys = [key for key in header.values if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")]
+    templates = {key.removeprefix(_TEMPLATE).removeprefix(".") or "default": _text(header, key) for key in keys}
+    if templates.keys() <= {"default"}:
+        config |= {"chat_template": text for text in templates.values()}
+    else:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     known = {number for name in ("eos", "eot", "eom") if (number := special[name]) is not None}
     ends = sorted(known) if len(known) > 1 else special["eos"]
     generation = {"bos_token_id": special["bos"], "pad_token_id": special["pad"], "eos_token_id": ends}

@@ -104,6 +104,13 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
         read_spec("some/missing.gguf")
 
 
+def test_named_chat_templates_are_read_beside_the_default(tmp_path):
+    values = {"tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.chat_templates": ["tool_use"]}
+    found = load_tokenizer(str(write_gguf(tmp_path / "a.gguf", tiny(), values=values)))
+    assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert found.get_chat_template("tool_use") == "{{ tools }}"
+
+
 @pytest.mark.parametrize(
     "pre, values, begins",
     [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.plugins.gguf import check, write
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from tests.commands.conftest import TEXT, Workbench
@@ -140,6 +142,21 @@ def test_the_package_gguf_reads_the_tensors_and_the_tokenizer_back(bench, run, m
     card = Path(out, "README.md").read_text()
     assert "not checked in llama.cpp" in card and f"llama-cli -m path/to/{out}/{out}.gguf" in card
     assert card.startswith(f"# {out}\n") and f"| weights | {kind} |" in card
+
+
+def test_named_chat_templates_are_written_and_read_beside_the_default(bench, run, monkeypatch):
+    monkeypatch.setattr(check, "LIBRARIES", ())
+    shutil.copytree("qwen3", "named")
+    named = {"default": "{{ messages[0] }}", "tool_use": "{{ tools }}"}
+    config = json.loads(Path("named/tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    Path("named/tokenizer_config.json").write_text(json.dumps(config))
+    bench.json("export", run("named"), "--format", "gguf", "--out", "templates")
+    fields = gguf.GGUFReader("templates/templates.gguf").fields
+    written = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.chat")}
+    names = {"tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.chat_templates": ["tool_use"]}
+    assert written == {"tokenizer.chat_template": "{{ messages[0] }}", **names}
+    assert load_tokenizer("templates/templates.gguf").chat_template == named
 
 
 @pytest.mark.parametrize("library", RUNNERS)
