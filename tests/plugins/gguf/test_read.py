@@ -104,6 +104,14 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
         read_spec("some/missing.gguf")
 
 
+def test_keys_of_tokenizers_that_change_no_token_are_no_reason_to_refuse_a_file(tmp_path):
+    numbers = {"fim_pre_token_id": 3, "mask_token_id": 4, "seperator_token_id": 5, "scores": [0.0] * 2048}
+    values = numbers | {"add_space_prefix": False, "remove_extra_whitespaces": False, "add_sep_token": False}
+    values = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    path = write_gguf(tmp_path / "a.gguf", tiny(), values=values | {"tokenizer.huggingface.json": "{}"})
+    assert tokenizer_digest(load_tokenizer(str(path))) == tokenizer_digest(TOKENIZER)
+
+
 def test_named_chat_templates_are_read_beside_the_default(tmp_path):
     values = {"tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.chat_templates": ["tool_use"]}
     found = load_tokenizer(str(write_gguf(tmp_path / "a.gguf", tiny(), values=values)))
@@ -145,6 +153,10 @@ def test_a_text_begins_with_a_bos_where_the_file_or_else_llama_cpps_default_says
         ({"values": {"tokenizer.ggml.model": "llama"}}, "byte-level BPE"),
         ({"values": {"tokenizer.ggml.eos_token_id": 4000}}, "eos_token_id = 4000 is not a token"),
         ({"values": {"tokenizer.ggml.add_bos_token": 1}}, "tokenizer.ggml.add_bos_token = 1 is not of type bool"),
+        ({"values": {"tokenizer.ggml.add_space_prefix": True}}, "tokenizer.ggml.add_space_prefix = True may change"),
+        ({"values": {"tokenizer.ggml.remove_extra_whitespaces": True}}, "remove_extra_whitespaces = True may change"),
+        ({"values": {"tokenizer.ggml.suppress_tokens": [3]}}, r"tokenizer.ggml.suppress_tokens = \[3\] may change"),
+        ({"values": {"tokenizer.pre": "x"}}, "tokenizer.pre = x may change the tokens of a text, and is not read"),
         ({"values": {"tokenizer.ggml.merges": ["a b c"]}}, "a merge of its tokenizer"),
         ({"without": ["tokenizer.ggml.pre"]}, "it has no tokenizer.ggml.pre"),
         ({"pre": "tekken"}, "pre-tokenizer is 'tekken'; gpt-2, smollm, "),
