@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,6 +168,16 @@ def test_the_card_has_the_figures_of_the_check(bench, run, monkeypatch, library,
     card = Path(f"by-{library}/README.md").read_text()
     assert f"llama.cpp ({library} " in card and "the same ids of 200 texts; in F32 log p at " in card
     assert f"; in {kind[1].upper()} log p at " in card and "median KL " in card
+
+
+@pytest.mark.parametrize(
+    "library, size, rows",
+    [("xllamacpp", 49_152, 200), ("xllamacpp", 151_936, 66), ("cyllama", 49_152, 42), ("cyllama", 151_936, 13)],
+)
+def test_xllamacpp_answers_200_texts_at_the_vocabulary_of_smollm2_and_fewer_at_larger_ones(library, size, rows):
+    config = SimpleNamespace(vocab_size=size, max_position_embeddings=2048)
+    model = SimpleNamespace(config=config, num_parameters=lambda: 0.1e9)
+    assert len(check.probe_rows(library, [[0] * 24] * check.TEXTS, model)) == rows
 
 
 def fails(bench, run, name="llama"):
