@@ -169,6 +169,14 @@ def test_what_transformers_would_leave_out_or_misread_is_refused_by_name(tmp_pat
     assert re.search(words, refusal(write_gguf(tmp_path / "a.gguf", tiny(), **change)))
 
 
+@pytest.mark.parametrize("kind", ["I8", "I16", "I32", "Q8_1"])
+def test_a_number_format_that_is_not_dequantised_is_refused_by_name(tmp_path, file, kind):
+    whole, path = file.read_bytes(), tmp_path / "a.gguf"
+    at = whole.index(name := b"output_norm.weight") + len(name) + 12  # behind one dimension
+    path.write_bytes(whole[:at] + struct.pack("<I", gguf.GGMLQuantizationType[kind]) + whole[at + 4 :])
+    assert f"tensors of {kind}, which the package gguf does not dequantise" in refusal(path)
+
+
 def test_another_architecture_is_refused_with_the_list(tmp_path, file):
     path = tmp_path / "a.gguf"
     path.write_bytes(file.read_bytes().replace(b"llama", b"gemma"))
