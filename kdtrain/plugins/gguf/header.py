@@ -43,7 +43,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file. UsageError: it is not GGUF, is cut short, its parts do not fit, or a type is not read."""
+    """Read the header of a file. UsageError: it is not GGUF, is cut short or damaged, or a type is not read."""
     gguf = optional("gguf", "gguf", str(path))
     try:
         with open_regular(path) as file:
