@@ -78,11 +78,17 @@ def main() -> int:
 
 
 def _once(out: Path, name: str, *command: str) -> dict[str, Any]:
-    """Run the command unless it has ended before; return what it printed, and its seconds."""
+    """Run the command unless it has ended before; return what it printed, and the seconds of the attempt that ended.
+
+    resumed: an earlier attempt did a part of the work, so that the seconds are too few.
+    """
     file, began = out / f"{name}.json", time.perf_counter()
     if not file.exists():
+        resumed = (tried := out / f"{name}.tried").exists()
+        tried.touch()
         printed = kdtrain(*command)
-        write(file, {"seconds": round(time.perf_counter() - began, 1), "printed": printed})
+        seconds = round(time.perf_counter() - began, 1)
+        write(file, {"seconds": seconds, "resumed": resumed, "printed": printed})
     return dict(json.loads(file.read_text()))
 
 

@@ -33,7 +33,7 @@ import torch
 
 import kdtrain as kd
 from benchmarks.harness import RESULTS, write
-from benchmarks.harness.command import claim, environment, kdtrain, options
+from benchmarks.harness.command import claim, environment, kdtrain, options, stop
 from benchmarks.harness.machine import commit
 
 TEACHER, STUDENT, CACHE, TEXT = "smollm2-135m", "runs/real-student", "runs/real-text", "runs/prose.jsonl"
@@ -99,9 +99,14 @@ def _evaluate(file: Path, runs: list[Path], split: str, rows: int) -> dict[str, 
 
 
 def _ours(out: Path) -> float:
-    """Capture A's cache and train its default by seed 9, once; return the processor's seconds of both commands."""
+    """Capture A's cache and train its default by seed 9, once; return the processor's seconds of both commands.
+
+    They decide how long TRL trains, so an attempt that ended early is not resumed.
+    """
     file, before = out / "ours.json", _of_children()
     if not file.exists():
+        if rest := [str(each) for each in (out / "ours-cache", out / "ours") if each.exists()]:
+            stop(2, f"an attempt ended early, and its seconds are lost; remove {' and '.join(rest)}, and run again")
         text = f"--data {TEXT} --seq-len 256 --num-sequences 392 --precision bf16 --out {out}/ours-cache"
         kdtrain("cache-teacher", "--teacher", TEACHER, *text.split())
         how = f"--batch-size {BATCH} --warmup-steps {WARMUP} --lr 8e-4 --epochs 1 --eval-freq 49 --precision bf16"

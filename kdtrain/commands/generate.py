@@ -192,7 +192,10 @@ class _Talker(_Writer):
             self.ends |= {*[each for each in whole[same:] if each in special and special[each].special][:1]}
 
     def answer(self, line: str, row: int, title: str) -> None:
-        """Answer a turn of the user; if the answer is interrupted, the conversation keeps the part written so far."""
+        """Answer a turn of the user; if the answer is interrupted, the conversation keeps the part written so far.
+
+        UsageError: the model cannot read the turn, and the conversation is as before.
+        """
         _refuse_bytes(line, "the turn")
         messages = [*self._messages, {"role": "user", "content": line}]
         most = self._config.max_new_tokens
@@ -200,10 +203,15 @@ class _Talker(_Writer):
         while len(prompt := self.rendered(messages)) > room and len(messages) > self._first + 1:
             log_once(logging.INFO, f"{self.name} reads {self.positions:,} tokens: the oldest turns are left out")
             del messages[self._first : self._first + 2]
+        answer = {"role": "assistant", "content": ""}
+        before, self._messages = self._messages, [*messages, answer]
         try:
             self.write(prompt, most, title, row)
+        except UsageError:
+            self._messages = before
+            raise
         finally:
-            self._messages = [*messages, {"role": "assistant", "content": self.text}]
+            answer["content"] = self.text
 
 
 def _refuse_bytes(text: str, what: str) -> None:

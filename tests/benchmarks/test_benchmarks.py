@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import figures, tables
 from benchmarks.harness import RESULTS, SECTIONS, command
-from benchmarks.science import divergence
+from benchmarks.science import divergence, real, real_trl
 from kdtrain.objective.metrics import Metrics
 from kdtrain.plugins.papers.jobs import read_sweep
 from kdtrain.training.validate import calibration
@@ -24,6 +24,30 @@ def test_filling_a_page_changes_what_is_between_the_markers_and_nothing_else():
     assert tables.fill(page, "new", "a-table") == page.replace("old", "new")
     with pytest.raises(ValueError, match="a-table"):
         tables.fill("a page without markers", "new", "a-table")
+
+
+def test_a_part_of_the_gpu_study_that_resumed_has_that_in_its_record(tmp_path, monkeypatch):
+    attempts = iter([command.stop, lambda *_: {"tokens": 1}])
+    monkeypatch.setattr(real, "kdtrain", lambda *argv: next(attempts)(1, argv[0]))
+    with pytest.raises(SystemExit):
+        real._once(tmp_path, "text", "cache-teacher")
+    assert real._once(tmp_path, "text", "cache-teacher")["resumed"] is True
+    monkeypatch.setattr(real, "kdtrain", lambda *_: {})
+    assert real._once(tmp_path, "prune", "prune")["resumed"] is False
+
+
+def test_seconds_that_decide_how_long_others_train_are_of_one_attempt(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        real_trl, "kdtrain", lambda *argv: (tmp_path / "ours-cache").mkdir() or command.stop(1, argv[0])
+    )
+    with pytest.raises(SystemExit):
+        real_trl._ours(tmp_path)
+    monkeypatch.setattr(real_trl, "kdtrain", lambda *_: {})
+    with pytest.raises(SystemExit):
+        real_trl._ours(tmp_path)
+    assert f"remove {tmp_path / 'ours-cache'}, and run again" in capsys.readouterr().err
+    (tmp_path / "ours-cache").rmdir()
+    assert real_trl._ours(tmp_path) >= 0
 
 
 def test_a_block_is_placed_on_the_page_with_its_markers_and_its_links_lead_there(tmp_path):

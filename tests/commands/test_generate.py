@@ -12,13 +12,15 @@ import subprocess
 import sys
 import termios
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import pytest
 import torch
 
-from kdtrain.commands.generate import _Writer
+from kdtrain.commands.generate import _Talker, _Writer
+from kdtrain.config.commands import ChatConfig
+from kdtrain.errors import UsageError
 from kdtrain.models.attention import CAUSAL
 from kdtrain.models.generate import decoding, generate
 from kdtrain.models.head import split
@@ -248,12 +250,19 @@ def test_text_is_streamed_as_it_is_whole_and_never_half_a_character(chat, run, m
         said.clear()
 
 
-def test_the_oldest_turns_of_a_conversation_beyond_the_models_positions_are_left_out(run, tmp_path, monkeypatch):
+@pytest.fixture
+def short(tmp_path, monkeypatch):
+    """Make a chat model of 128 positions, and a list of the conversations that it will have rendered."""
     tokenizer = tiny_tokenizer(300)
     tokenizer.chat_template = CHAT
     short = write_model_folder(tmp_path / "short", tiny_model("llama", 300), tokenizer)
     asked, rendered = [], _Writer.rendered
     monkeypatch.setattr(_Writer, "rendered", lambda self, each, *_: asked.append([*each]) or rendered(self, each))
+    return short, asked
+
+
+def test_the_oldest_turns_of_a_conversation_beyond_the_models_positions_are_left_out(run, short, monkeypatch):
+    short, asked = short
     text = "".join(f"turn {number} of four\n" for number in range(4))
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     code, out, err = run.call("chat", short, "--max-new-tokens", 8, "--system", "s", "--json")
@@ -267,6 +276,18 @@ def test_the_oldest_turns_of_a_conversation_beyond_the_models_positions_are_left
     monkeypatch.setattr(sys, "stdin", io.StringIO("long " * 40))
     code, _, err = run.call("chat", short)
     assert code == 2 and "reads 128; shorten it" in err
+
+
+def test_a_turn_that_is_too_long_leaves_the_conversation_as_it_was(short):
+    short, asked = short
+    with ExitStack() as held:
+        talker = _Talker(str(short), ChatConfig(student=str(short), max_new_tokens=4), held)
+        talker.answer("first", 0, "")
+        with pytest.raises(UsageError, match="reads 128; shorten it"):
+            talker.answer("long " * 40, 1, "")
+        talker.answer("last", 2, "")
+    assert [each["content"] for each in asked[-1] if each["role"] == "user"] == ["first", "last"]
+    assert [each["role"] for each in asked[-1]] == ["user", "assistant", "user"]
 
 
 def test_a_model_without_a_chat_template_is_refused_and_generate_named(run, monkeypatch):

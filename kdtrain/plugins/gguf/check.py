@@ -1,7 +1,8 @@
 """Whether llama.cpp computes from a GGUF what the student computes: a file that does not is not published.
 
-Compared are the ids of 200 texts and the log p of all entries: by cyllama at every position, by xllamacpp alone after
-each text. llama.cpp runs in a child process (`runner`), on the CPU, with keys and values in fp32.
+Compared are the ids of 200 texts and the log p of all entries: by cyllama at every position of the first texts, by
+xllamacpp alone after each text, of 200 at 49,152 entries and 66 at 151,936, fewer of models above 150 M parameters.
+llama.cpp runs in a child process (`runner`), on the CPU, with keys and values in fp32.
 
 A wrong rule hides under rounding: a base of the rotation that is wrong by a tenth costs SmolLM2 a KL of 1e-4, and bf16
 itself 1.8e-3. So the student is written in fp32 first, where right files have a KL under 1e-9 and that one fails. Of
@@ -37,8 +38,11 @@ At the others a model amplifies rounding: there torch's own logits of SmolLM2 di
 LIBRARIES = ("cyllama", "xllamacpp")
 """Packages with llama.cpp, the better one first."""
 TEXTS = 200
-_WORK, _NUMBERS, _JSON = 2e11, 5e7, 5e6
-"""Bounds: parameters times positions, ten seconds of a core for each side; numbers of all answers; of xllamacpp's."""
+_BOUNDS = {"cyllama": (2e11, 5e7), "xllamacpp": (7e11, 1e7)}
+"""Parameters times positions, 10 and 35 seconds of a core for each side; numbers of all answers.
+
+Those of xllamacpp are JSON, 100 seconds of a core.
+"""
 _PATIENCE = 1800.0
 """Seconds until llama.cpp is ended."""
 _PIECES = """The quick brown fox| don't I'LL they've| 12 345,678.90|1e-5|   |\n\n|\n|\t\tif x == 1:\r\n|naïve café
@@ -53,6 +57,17 @@ def probe_texts(tokenizer: Any) -> list[str]:
     return ["".join(chance.choices(pieces, k=4)) for _ in range(TEXTS)]
 
 
+def probe_rows(library: str, ids: list[list[int]], model: Any) -> list[list[int]]:
+    """Return the rows of ids whose log p are compared, as many as time and answers allow."""
+    longest, ends = model.config.max_position_embeddings, accumulate(map(len, ids))
+    work, numbers = _BOUNDS[library]
+    most, answers = work / model.num_parameters(), numbers / model.config.vocab_size
+    if library == "cyllama":  # which answers at every position
+        most = min(most, answers)
+    rows = [row[:longest] for row, end in zip(ids, ends, strict=True) if row and end <= max(128.0, most)]
+    return rows[: 1 + int(answers)]
+
+
 def write_checked(file: Path, write: Callable[[str], None], kind: str, model: Any, tokenizer: Any) -> str:
     """Write a file by `write(KIND)`, compare it with the model in fp32, and return what was checked, with figures.
 
@@ -64,13 +79,7 @@ def write_checked(file: Path, write: Callable[[str], None], kind: str, model: An
         return "not checked in llama.cpp, which pip install cyllama installs"
     texts = probe_texts(tokenizer)
     ids = [tokenizer(text).input_ids for text in texts]
-    size = model.config.vocab_size
-    longest = model.config.max_position_embeddings
-    ends = accumulate(map(len, ids))
-    most = max(128.0, min(_WORK / model.num_parameters(), _NUMBERS / size))
-    rows = [row[:longest] for row, end in zip(ids, ends, strict=True) if row and end <= most]
-    if library == "xllamacpp":
-        rows = rows[: 1 + int(_JSON / size)]
+    rows = probe_rows(library, ids, model)
     request = {"file": str(file), "texts": texts, "rows": rows, "threads": torch.get_num_threads()}
     figures = name = f"llama.cpp ({library} {importlib.metadata.version(library)})"
     figures += f": the same ids of {TEXTS} texts"

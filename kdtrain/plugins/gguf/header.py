@@ -43,11 +43,17 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file. UsageError: it is not GGUF, is cut short, or its parts do not fit."""
-    kinds = optional("gguf", "gguf", str(path)).GGML_QUANT_SIZES
+    """Read the header of a file. UsageError: it is not GGUF, is cut short or damaged, or a type is not read."""
+    gguf = optional("gguf", "gguf", str(path))
     try:
         with open_regular(path) as file:
-            return _read(file, path.stat().st_size, kinds)
+            found = _read(file, path.stat().st_size, gguf.GGML_QUANT_SIZES)
+        for word in found.types:
+            kind = gguf.GGMLQuantizationType[word]
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        return found
+    except NotImplementedError:
+        raise UsageError(f"{path}: it has tensors of {word}, which the package gguf does not dequantise") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

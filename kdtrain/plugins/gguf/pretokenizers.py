@@ -33,10 +33,12 @@ class PreTokenizer:
     normalizer: dict[str, Any] | None = field(default=None, hash=False)
     ignore_merges: bool = False
     """A word that is an entry is not merged from its letters."""
+    add_bos: bool = False
+    """A text begins with the bos token where a file has no `tokenizer.ggml.add_bos_token` (llama-vocab.cpp)."""
 
 
 _DIGITS = PreTokenizer(_sequence({"type": "Digits", "individual_digits": True}, _bytes(True)))
-_LLAMA3 = PreTokenizer(_sequence(_split(r"\p{N}{1,3}"), _bytes(False)), ignore_merges=True)
+_LLAMA3 = PreTokenizer(_sequence(_split(r"\p{N}{1,3}"), _bytes(False)), ignore_merges=True, add_bos=True)
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(_bytes(True)),
     "smollm": _DIGITS,

@@ -39,8 +39,19 @@ _READ = {
     *("attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon", "attention.value_length"),
     *("rope.dimension_count", "rope.freq_base", "vocab_size"),
 }
+_TEMPLATE = "tokenizer.chat_template"
 _NEUTRAL = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
 """Keys that change nothing with this value."""
+_NEUTRAL_OF_TOKENIZERS = {"add_sep_token", "add_space_prefix", "remove_extra_whitespaces"}
+"""Which change nothing where they are false."""
+_OF_TOKENIZERS = {
+    *("model", "pre", "tokens", "token_type", "merges", "add_bos_token", "add_eos_token", "scores"),
+    *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", "unknown")),
+    *(f"{name}_token_id" for name in ("cls", "mask", "seperator", "prefix", "suffix", "middle")),
+    *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+    *(_TEMPLATE, f"{_TEMPLATE}s", "tokenizer.huggingface.json"),
+}
+"""Keys, of `tokenizer.ggml.` but for the last line's, that are read or that llama.cpp does not use for a BPE's ids."""
 
 
 @lru_cache(maxsize=4)
@@ -182,6 +193,11 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
         raise ValueError(f"its tokenizer is {kind[:40]!r}; 'gpt2', byte-level BPE, is read")
     if pre not in PRE_TOKENIZERS:
         raise ValueError(f"its pre-tokenizer is {pre[:40]!r}; {', '.join(PRE_TOKENIZERS)} are read")
+    for key, value in header.values.items():
+        name = key.removeprefix("tokenizer.ggml.")
+        fine = name in _OF_TOKENIZERS or (name in _NEUTRAL_OF_TOKENIZERS and value is False)
+        if key.startswith("tokenizer.") and not (fine or key.startswith(f"{_TEMPLATE}.")):
+            raise ValueError(f"{key[:80]} = {str(value)[:40]} may change the tokens of a text, and is not read")
     rule = PRE_TOKENIZERS[pre]
     tokens = _list(header, "tokenizer.ggml.tokens", str)
     merges = [each.split(" ") for each in _list(header, "tokenizer.ggml.merges", str)]
@@ -207,8 +223,10 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
     config: dict[str, Any] = {f"{name}_token": tokens[at] for name, at in special.items() if at is not None}
     config = {key: token for key, token in config.items() if key not in ("eot_token", "eom_token")}
     config |= {"tokenizer_class": "TokenizersBackend", "clean_up_tokenization_spaces": False}
-    if "tokenizer.chat_template" in header.values:
-        config["chat_template"] = _text(header, "tokenizer.chat_template")
+    keys = [key for key in header.values if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")]
+    templates = {key.removeprefix(f"{_TEMPLATE}.").replace(_TEMPLATE, "default"): _text(header, key) for key in keys}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    config["chat_template"] = templates.get("default") if templates.keys() <= {"default"} else named
     known = {number for name in ("eos", "eot", "eom") if (number := special[name]) is not None}
     ends = sorted(known) if len(known) > 1 else special["eos"]
     generation = {"bos_token_id": special["bos"], "pad_token_id": special["pad"], "eos_token_id": ends}
@@ -217,16 +235,17 @@ def tokenizer_parts(header: Header) -> dict[str, Any]:
         "added_tokens": added,
         "normalizer": rule.normalizer,
         "pre_tokenizer": rule.pre_tokenizer,
-        "post_processor": _around(header, tokens, special),
+        "post_processor": _around(header, tokens, special, rule.add_bos and special["bos"] is not None),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {**bpe, "vocab": vocabulary, "merges": merges},
     }
     return {"tokenizer": tokenizer, "tokenizer_config": config, "generation_config": generation}
 
 
-def _around(header: Header, tokens: list[str], special: dict[str, int | None]) -> dict[str, Any]:
-    """Return the post-processor: the tokens that the file wants before and behind a text."""
-    wanted = [name for name in ("bos", "eos") if header.values.get(f"tokenizer.ggml.add_{name}_token") is True]
+def _around(header: Header, tokens: list[str], special: dict[str, int | None], add_bos: bool) -> dict[str, Any]:
+    """Return the post-processor: the tokens that the file, or else its pre-tokenizer, wants around a text."""
+    default = {"bos": add_bos, "eos": False}
+    wanted = [name for name in default if _value(header, f"tokenizer.ggml.add_{name}_token", bool, default[name])]
     if missing := [name for name in wanted if special[name] is None]:
         raise ValueError(f"tokenizer.ggml.add_{missing[0]}_token is true, and there is no such token")
     known = {name: (number, tokens[number]) for name in wanted if (number := special[name]) is not None}

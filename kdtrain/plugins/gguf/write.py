@@ -133,6 +133,8 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     bos = tokenizer.bos_token_id
     if (begins := tokenizer("").input_ids) not in ([], [bos]):
         raise UsageError(f"--format gguf: the tokenizer adds {begins} to a text, and not a bos alone")
+    templates = tokenizer.chat_template
+    templates = {**templates} if isinstance(templates, dict) else {"default": templates}
     ends = sorted(end_tokens(settings, tokenizer), key=lambda each: each != first)
     special = {"bos": bos, "padding": getattr(settings, "pad_token_id", None)}
     special |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
@@ -144,7 +146,9 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
         "ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in bpe["merges"]],
         "ggml.add_bos_token": bool(begins),
         **{f"ggml.{name}_token_id": each for name, each in special.items()},
-        "chat_template": tokenizer.chat_template,
+        "chat_template": templates.pop("default", None),
+        "chat_templates": sorted(templates) or None,
+        **{f"chat_template.{name}": text for name, text in templates.items()},
     }
     return {f"tokenizer.{key}": value for key, value in entries.items()}
 

@@ -104,6 +104,39 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
         read_spec("some/missing.gguf")
 
 
+def test_keys_of_tokenizers_that_change_no_token_are_no_reason_to_refuse_a_file(tmp_path):
+    numbers = {"fim_pre_token_id": 3, "mask_token_id": 4, "seperator_token_id": 5, "scores": [0.0] * 2048}
+    values = numbers | {"add_space_prefix": False, "remove_extra_whitespaces": False, "add_sep_token": False}
+    values = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    path = write_gguf(tmp_path / "a.gguf", tiny(), values=values | {"tokenizer.huggingface.json": "{}"})
+    assert tokenizer_digest(load_tokenizer(str(path))) == tokenizer_digest(TOKENIZER)
+
+
+def test_named_chat_templates_are_read_beside_the_default(tmp_path):
+    values = {"tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.chat_templates": ["tool_use"]}
+    found = load_tokenizer(str(write_gguf(tmp_path / "a.gguf", tiny(), values=values)))
+    assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert found.get_chat_template("tool_use") == "{{ tools }}"
+
+
+@pytest.mark.parametrize(
+    "pre, values, begins",
+    [
+        ("llama-bpe", {"bos_token_id": 7}, True),
+        ("llama3", {"bos_token_id": 7}, True),
+        ("llama-bpe", {"bos_token_id": 7, "add_bos_token": False}, False),
+        ("llama-bpe", {}, False),
+        ("gpt-2", {"bos_token_id": 7}, False),
+        ("gpt-2", {"bos_token_id": 7, "add_bos_token": True}, True),
+    ],
+)
+def test_a_text_begins_with_a_bos_where_the_file_or_else_llama_cpps_default_says_so(tmp_path, pre, values, begins):
+    values = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    found = load_tokenizer(str(write_gguf(tmp_path / "a.gguf", tiny(), pre=pre, values=values)))
+    ids = found("def f(x)", add_special_tokens=False).input_ids
+    assert found("def f(x)").input_ids == [7] * begins + ids and 7 not in ids
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -119,6 +152,11 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
         ({"values": {"general.type": "adapter"}}, "give the file of a whole model"),
         ({"values": {"tokenizer.ggml.model": "llama"}}, "byte-level BPE"),
         ({"values": {"tokenizer.ggml.eos_token_id": 4000}}, "eos_token_id = 4000 is not a token"),
+        ({"values": {"tokenizer.ggml.add_bos_token": 1}}, "tokenizer.ggml.add_bos_token = 1 is not of type bool"),
+        ({"values": {"tokenizer.ggml.add_space_prefix": True}}, "tokenizer.ggml.add_space_prefix = True may change"),
+        ({"values": {"tokenizer.ggml.remove_extra_whitespaces": True}}, "remove_extra_whitespaces = True may change"),
+        ({"values": {"tokenizer.ggml.suppress_tokens": [3]}}, r"tokenizer.ggml.suppress_tokens = \[3\] may change"),
+        ({"values": {"tokenizer.pre": "x"}}, "tokenizer.pre = x may change the tokens of a text, and is not read"),
         ({"values": {"tokenizer.ggml.merges": ["a b c"]}}, "a merge of its tokenizer"),
         ({"without": ["tokenizer.ggml.pre"]}, "it has no tokenizer.ggml.pre"),
         ({"pre": "tekken"}, "pre-tokenizer is 'tekken'; gpt-2, smollm, "),
@@ -129,6 +167,14 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
 )
 def test_what_transformers_would_leave_out_or_misread_is_refused_by_name(tmp_path, change, words):
     assert re.search(words, refusal(write_gguf(tmp_path / "a.gguf", tiny(), **change)))
+
+
+@pytest.mark.parametrize("kind", ["I8", "I16", "I32", "Q8_1"])
+def test_a_number_format_that_is_not_dequantised_is_refused_by_name(tmp_path, file, kind):
+    whole, path = file.read_bytes(), tmp_path / "a.gguf"
+    at = whole.index(name := b"output_norm.weight") + len(name) + 12  # behind one dimension
+    path.write_bytes(whole[:at] + struct.pack("<I", gguf.GGMLQuantizationType[kind]) + whole[at + 4 :])
+    assert f"tensors of {kind}, which the package gguf does not dequantise" in refusal(path)
 
 
 def test_another_architecture_is_refused_with_the_list(tmp_path, file):

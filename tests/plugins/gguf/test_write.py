@@ -2,16 +2,19 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.plugins.gguf import check, write
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 from tests.commands.conftest import TEXT, Workbench
@@ -142,6 +145,21 @@ def test_the_package_gguf_reads_the_tensors_and_the_tokenizer_back(bench, run, m
     assert card.startswith(f"# {out}\n") and f"| weights | {kind} |" in card
 
 
+def test_named_chat_templates_are_written_and_read_beside_the_default(bench, run, monkeypatch):
+    monkeypatch.setattr(check, "LIBRARIES", ())
+    shutil.copytree("qwen3", "named")
+    named = {"default": "{{ messages[0] }}", "tool_use": "{{ tools }}"}
+    config = json.loads(Path("named/tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    Path("named/tokenizer_config.json").write_text(json.dumps(config))
+    bench.json("export", run("named"), "--format", "gguf", "--out", "templates")
+    fields = gguf.GGUFReader("templates/templates.gguf").fields
+    written = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.chat")}
+    names = {"tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.chat_templates": ["tool_use"]}
+    assert written == {"tokenizer.chat_template": "{{ messages[0] }}", **names}
+    assert load_tokenizer("templates/templates.gguf").chat_template == named
+
+
 @pytest.mark.parametrize("library", RUNNERS)
 @pytest.mark.parametrize("kind", [("--dtype", "bf16"), ("--quantize", "q8_0")], ids=" ".join)
 def test_the_card_has_the_figures_of_the_check(bench, run, monkeypatch, library, kind):
@@ -150,6 +168,16 @@ def test_the_card_has_the_figures_of_the_check(bench, run, monkeypatch, library,
     card = Path(f"by-{library}/README.md").read_text()
     assert f"llama.cpp ({library} " in card and "the same ids of 200 texts; in F32 log p at " in card
     assert f"; in {kind[1].upper()} log p at " in card and "median KL " in card
+
+
+@pytest.mark.parametrize(
+    "library, size, rows",
+    [("xllamacpp", 49_152, 200), ("xllamacpp", 151_936, 66), ("cyllama", 49_152, 42), ("cyllama", 151_936, 13)],
+)
+def test_xllamacpp_answers_200_texts_at_the_vocabulary_of_smollm2_and_fewer_at_larger_ones(library, size, rows):
+    config = SimpleNamespace(vocab_size=size, max_position_embeddings=2048)
+    model = SimpleNamespace(config=config, num_parameters=lambda: 0.1e9)
+    assert len(check.probe_rows(library, [[0] * 24] * check.TEXTS, model)) == rows
 
 
 def fails(bench, run, name="llama"):
