@@ -53,7 +53,7 @@ def figures(cache: LocalCache, text: Any) -> dict[str, float]:
     held, error = _of_tokens(cache["validation"])
     shown = {f"rollouts/{name}": value for name, value in found.items()}
     shown |= {f"rollouts/held_out/{name}": value for name, value in held.items()}
-    return shown | {"rollouts/held_out/reverse_kl_error": error}
+    return shown if error is None else shown | {"rollouts/held_out/reverse_kl_error": error}
 
 
 def some(reader: CacheReader, most: int) -> list[int]:
@@ -61,10 +61,10 @@ def some(reader: CacheReader, most: int) -> list[int]:
     return sorted({*np.linspace(0, len(reader) - 1, min(most, len(reader))).astype(int).tolist()})
 
 
-def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float]:
+def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float | None]:
     """Average over the tokens of some rows, in nats; return the means, and the standard error of the reverse KL.
 
-    The standard error is over rows.
+    The standard error is over rows; a single one has none.
     """
     rows = some(reader, ROWS)
     sums = torch.zeros(5, dtype=torch.float64)
@@ -87,7 +87,8 @@ def _of_tokens(reader: CacheReader) -> tuple[dict[str, float], float]:
     mean = sum(total for total, _ in ratios) / count
     spread = sum((total - mean * tokens) ** 2 for total, tokens in ratios)  # of a ratio of sums over rows
     named = {"entropy": entropy / count, "teacher_loss": loss / count, "teacher_entropy": teacher / count}
-    return named | {"overlap": shared / count, "reverse_kl": mean}, float(np.sqrt(spread)) / count
+    error = float(np.sqrt(spread)) / count if len(ratios) > 1 else None
+    return named | {"overlap": shared / count, "reverse_kl": mean}, error
 
 
 def repeated(tokens_nT1: np.ndarray, mask_nT: np.ndarray) -> float:
