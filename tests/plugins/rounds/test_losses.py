@@ -259,6 +259,23 @@ def test_alpha_is_1_on_what_a_student_wrote_and_padding_changes_no_bit():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("divergence", ["forward-kl", "sampled-reverse-kl"])
+def test_other_filler_behind_the_ends_of_texts_changes_no_bit_of_a_step(divergence):
+    generator = torch.Generator().manual_seed(0)
+    tokens, kept = (torch.randint(300, shape, generator=generator) for shape in ((3, 9), (24, 2)))
+    mask = torch.arange(8) < torch.tensor([[5], [3], [8]])
+    columns = [kept, *(torch.randn(24, 2, generator=generator) - 4 for _ in range(3))]
+    targets = SparseTargets(*columns, *[torch.full((24,), -3.0)] * 3, 2, 0, (1.0,), policy=torch.full((24,), -3.0))
+    found = []
+    for shift in (0, 1):
+        rows = tokens.clone()
+        rows[:, 1:][~mask] = tokens[:, 1:][~mask].roll(shift)
+        student = Student(tiny_model("llama", 300, seed=1), DistillationLoss(divergence=divergence, alpha=1.0))
+        student(Batch(rows, mask, torch.zeros_like(rows[:, 1:]), targets), 16.0).loss.backward()
+        found.append([each.grad for each in student.parameters() if each.grad is not None])
+    assert found[0] and all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("top_k", [0, 1])
 def test_the_logged_weights_are_those_of_the_tokens_that_the_loss_weights_at_every_tenth_step(top_k):
     torch.manual_seed(0)
