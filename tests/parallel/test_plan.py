@@ -424,7 +424,7 @@ PROPOSING = replace(CACHED, student=FOOTPRINT, micro_batch_size=1)
 
 def test_the_ranks_that_would_help_are_counted_with_their_tensor_ranks():
     cut, options = PROPOSING.cut(8, rows=False), ParallelConfig(tensor_parallel=8)
-    with pytest.raises(UsageError, match="on each of 8 devices .* it would fit with 16 ranks$"):
+    with pytest.raises(UsageError, match=r"on each of 8 devices .* it would fit with 16 ranks$"):
         choose(options, 1, online=False, job=cut, free=need("fsdp", "none", 2, cut) + 1)
 
 
