@@ -247,7 +247,7 @@ def _what_helps(options: ParallelConfig, world: int, job: Job, free: float) -> I
     for more in (world << power for power in range(1, 11)):
         share = replace(job, micro_batch_size=min(micro, max(job.batch_size // more, 1)))
         if _fits(replace(free_choice, shard_size=None), more, share, free):
-            yield f"{more} ranks"
+            yield f"{more * options.tensor_parallel} ranks"
             return
 
 

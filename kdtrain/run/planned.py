@@ -27,13 +27,16 @@ from kdtrain.training.sources.plan import PlanRequest
 def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> dict[str, Any]:
     """Return the plan of a run in `--world-size` ranks as a table, from shapes alone: it loads and writes nothing.
 
+    With `--device-memory` it plans for cards, whatever this machine has, unless `--device` names another device.
+
     UsageError: data, cache, student or options do not fit together, or not into `--device-memory`.
     """
+    own = given.parallel
+    planned = torch.device("cuda") if own.device_memory and given.device == "auto" else device
     student = student_spec(given)
     formats = formats_of(given.precision, given.quantization, device)
     student = with_base_weights(given, student, formats, device)
-    own = given.parallel
-    teacher = open_run_teacher(given, student, formats, device, RankLayout(tensor_size=own.teacher_tensor_parallel))
+    teacher = open_run_teacher(given, student, formats, planned, RankLayout(tensor_size=own.teacher_tensor_parallel))
     options: dict[str, Any] = {"config": given, "student": student, "teacher": teacher, "device": device}
     options |= {"held": held, "trial": True, "capturing": partial(capturing_of, given, student, device)}
     facts = None
@@ -52,7 +55,7 @@ def plan_ranks(given: DistillConfig, device: torch.device, held: ExitStack) -> d
             raise UsageError(f"{option} {tensor} does not divide --world-size {world}")
     refuse_with_tensor_ranks(given, student, size, facts, formats)
     footprint = None if teacher is None else teacher.footprint(seq_len)
-    job = job_of(given, formats.high, device, student, seq_len, size, footprint)
+    job = job_of(given, formats.high, planned, student, seq_len, size, footprint)
     free = own.device_memory and own.device_memory * 2**30
     ranks = world // own.tensor_parallel
     micro = micro_batch(given, ranks, job, free)

@@ -238,7 +238,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     sources, rows = data.prepare(resumed)
     with raise_on_all_ranks():
         if layout.tensor_size > 1 and getattr(sources["train"], "write_collective", None) is not None:
-            raise UsageError("--tensor-parallel cannot be used with text that ranks write; use --parallel fsdp")
+            raise UsageError("--tensor-parallel cannot be used with text that ranks write; use --parallel ddp")
         objective = with_bounds(given.objective, sources["train"].facts, teacher is not None)
         objective, alpha_from = _with_alpha(objective, sources["train"].facts, alpha)
         if teacher is not None:

@@ -429,6 +429,12 @@ def test_the_plan_says_which_part_does_not_fall_with_tensor_ranks():
 PROPOSING = replace(CACHED, student=FOOTPRINT, micro_batch_size=1)
 
 
+def test_the_ranks_that_would_help_are_counted_with_their_tensor_ranks():
+    cut, options = PROPOSING.cut(8, rows=False), ParallelConfig(tensor_parallel=8)
+    with pytest.raises(UsageError, match=r"on each of 8 devices .* it would fit with 16 ranks$"):
+        choose(options, 1, online=False, job=cut, free=need("fsdp", "none", 2, cut) + 1)
+
+
 @pytest.mark.parametrize(
     "share, world, able, found",
     [

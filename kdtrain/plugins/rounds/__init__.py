@@ -203,6 +203,8 @@ class RoundsConfig(CodecConfig):
         }.items():
             refuse(given, f"{name} cannot be combined with {which}; leave one of them out")
         refuse(len(config.cache) > 1, f"{which} mixes with one --cache; leave the others out")
+        cut = config.parallel.tensor_parallel > 1
+        refuse(cut, f"{which} needs the whole student on each rank; use --parallel ddp in place of --tensor-parallel")
         if self.on_policy:
             refuse(config.teacher is None, "--on-policy needs a --teacher, which scores what the student writes")
             no_server = (

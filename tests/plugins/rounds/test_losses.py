@@ -324,6 +324,7 @@ def test_the_logged_weights_are_those_of_the_tokens_that_the_loss_weights_at_eve
         ({"on_policy": True, "max_new_tokens": "9:"}, "neither a number of tokens nor FIRST:LAST"),
         ({"on_policy": True, "max_new_tokens": 0}, "--max-new-tokens '0' is neither a number of tokens"),
         ({"on_policy": True, "source": "mine"}, "--source"),
+        ({"on_policy": True, "tensor_parallel": 2, "world_size": 2, "dry_run": True}, "use --parallel ddp in place of"),
         ({"top_k": 8, "data": None, "cache": "c", "teacher": None}, "--top-k has no effect without --on-policy"),
         (
             {"round_rows": 8, "data": None, "cache": "c", "teacher": None},
