@@ -137,7 +137,8 @@ def refuse_with(
         and not adds_up(config.objective.divergence),
     }
     if (why := next((each for each, holds in refused.items() if holds), None)) is not None:
-        raise UsageError(f"{option} cannot be used with {why}; use --parallel fsdp")
+        instead = "fsdp" if student.weights is None else "ddp"
+        raise UsageError(f"{option} cannot be used with {why}; use --parallel {instead}")
     theirs = configuration(student, vocab_size)
     rows = vocab_size or theirs.vocab_size
     plan = refuse_plan(theirs, student.name, size, rows)

@@ -21,6 +21,7 @@ from kdtrain.checkpoint.store import load
 from kdtrain.config.commands import DistillConfig
 from kdtrain.run.folder import run_lock
 from tests.logged_runs import wandb_history, wandb_records
+from tests.token_kinds import train
 
 CHAT = ("--data", "chat.jsonl", "--messages-column", "messages", "--seq-len", 32, "--num-workers", 0)
 SMALL = (*CHAT, "--num-sequences", 40, "--validation-sequences", 7)
@@ -100,12 +101,19 @@ CASES = {
 """Options, how far a parameter may be from that of one process after 10 steps, and ranks with theirs."""
 
 
+def command(*options):
+    """Return `RUN` with some options, whose student is another if they name one."""
+    return (*(RUN[:1] + RUN[3:] if "--student" in options else RUN), *options)
+
+
 @pytest.fixture(scope="module")
 def ranks(ranks_of):
-    """Add to the bench in ranks a cache of text of which not all tokens count."""
+    """Add to the bench in ranks a cache of text of which not all tokens count, and a student of another tokenizer."""
     ranks_of.ok(
         1, "cache-teacher", "--teacher", "teacher", "--out", "chat-cache", *SMALL, "--top-k", 16, "--precision", "fp32"
     )
+    train("gpt2", 500, (ranks_of.root / "corpus/this.txt").read_text()).save_pretrained(ranks_of.root / "words")
+    ranks_of.student("other", tokenizer="words")
     return ranks_of
 
 
@@ -118,7 +126,7 @@ def trained(ranks):
     @functools.cache
     def train(world, *options, fault=None):
         out = f"run-{next(numbers)}"
-        ended = ranks.launch(world, *RUN, *options, "--out", out, fault=fault)
+        ended = ranks.launch(world, *command(*options), "--out", out, fault=fault)
         assert [each.code for each in ended] == [0] * world, ended[0].stderr
         assert [(each.stdout, each.stderr) for each in ended[1:]] == [("", "")] * (world - 1)
         return out
@@ -148,6 +156,67 @@ def test_ranks_train_what_one_process_trains(ranks, trained, name):
                 assert other[key] == pytest.approx(line[key], rel=10 * bound), (how, line["step"], key)
         exported = ranks.root / run / "student" / "model.safetensors"
         assert exported.stat().st_size == (ranks.root / alone / "student" / "model.safetensors").stat().st_size
+
+
+SELF = ("--teacher", "self", "--student", "teacher", *SMALL, "--precision", "fp32")
+LORA = ("--lora-rank", 4)
+WRITES = ("--on-policy", "--teacher", "teacher", *CHAT, "--max-new-tokens", 4, "--num-samples", 8)
+SERVER = ("--teacher", "teacher", *SMALL, "--teacher-server", "http://127.0.0.1:9/v1")
+FEATURES = {
+    "alpha auto": (*CACHED, "--alpha", "auto", "--eval-freq", 1),
+    "learned temperature": (*CACHED, "--temperature-mode", "adversarial"),
+    "jsd": (*CACHED, "--divergence", "jsd"),
+    "reverse kl": (*CACHED, "--divergence", "reverse-kl"),
+    "hidden states": (*ONLINE, "--hidden-loss", "mse"),
+    "frozen head": (*CACHED, "--freeze-head"),
+    "adapters": (*CACHED, *LORA),
+    "adapters that learn from the parts without them": (*SELF, *LORA, "--alpha", 0.5),
+    "activation checkpointing": (*CACHED, "--activation-checkpointing"),
+    "hooks for NaN": (*CACHED, "--nan-hooks", "always"),
+    "gradients added up": (*CACHED, "--micro-batch-size", 1, "--accumulate", "sharded"),
+    "parts within a node": (*CACHED, "--shard-size", 1),
+    "spikes": (*CACHED, "--spike-patience", 1, "--spike-lr-factor", 0.9),
+    "text that ranks write": (WRITES, "use --parallel ddp in place of --tensor-parallel"),
+    "a cache made while training": (SERVER, "a cache that is made while training; make it first"),
+    "DoRA": ((*CACHED, *LORA, "--lora-dora"), "--lora-dora, whose norms of columns go over ranks"),
+    "packed weights": ((*CACHED, *LORA, "--base-weights", "bf16"), "packed layers are whole; use --parallel ddp"),
+    "another tokenizer": (
+        (*CACHED, "--cross-tokenizer", "--student", "other.toml"),
+        "a teacher of another tokenizer, whose cells of tokens need whole rows",
+    ),
+    "tensors of layers": ((*CACHED, "--collect-tensors", "*mlp*"), "--collect-tensors reads whole layers"),
+    "no sum over tokens": ((*ONLINE, "--divergence", "logit-mse"), "--divergence logit-mse over whole distributions"),
+}
+"""Options of two steps in fp32 that tensor ranks train as one process does, or with the sentence that refuses them."""
+LAYOUTS = {"tp": (2, TENSOR), "tp and ddp": (4, (*TENSOR, *DDP)), "tp and fsdp": (4, (*TENSOR, *FSDP))}
+REFUSED_IN = {
+    ("gradients added up", "tp and ddp"): "--accumulate sharded has no effect with --parallel ddp",
+    ("packed weights", "tp and fsdp"): "--base-weights bf16 cannot be sharded over ranks",
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("layout", ["tp", *(pytest.param(each, marks=pytest.mark.torture) for each in [*LAYOUTS][1:])])
+def test_tensor_ranks_train_each_feature_as_one_process_or_refuse_it_by_a_sentence(ranks, trained, feature, layout):
+    world, how = LAYOUTS[layout]
+    options, words = FEATURES[feature], None
+    if isinstance(options[0], tuple):
+        options, words = options
+    words = REFUSED_IN.get((feature, layout), words)
+    options = ("--micro-batch-size", 3, *options, "--steps", 2)
+    if words is not None:
+        ended = ranks.launch(world, *command(*options, *how), "--out", "refused-feature")
+        assert [each.code for each in ended] == [2] * world, ended[0].stderr
+        assert words in ended[0].refusal() and not (ranks.root / "refused-feature").exists()
+        return
+    alone, run = trained(1, *options), trained(world, *options, *how)
+    for line, other in zip(ranks.lines(alone), ranks.lines(run), strict=True):
+        assert line.keys() == other.keys()
+        for key in line.keys() & NUMBERS:
+            bound = SAME if key == "loss" else 10 * SAME
+            assert other[key] == pytest.approx(line[key], rel=bound, abs=1e-7), (line["step"], key)
+    one, other = (load_file(ranks.root / each / "student" / "model.safetensors") for each in (alone, run))
+    assert distance(one, other) <= SAME
 
 
 @pytest.mark.parametrize("how", [DDP, FSDP])
@@ -311,14 +380,16 @@ def test_the_clock_of_the_first_rank_asks_all_for_a_checkpoint(ranks):
     assert (ranks.root / "clock/checkpoints/clock-00000009").is_dir()
 
 
-def test_a_spike_is_rolled_back_by_all_ranks(ranks):
+@pytest.mark.parametrize("how", [FSDP, pytest.param(TENSOR, marks=pytest.mark.torture)], ids=["fsdp", "tensor"])
+def test_a_spike_is_rolled_back_by_all_ranks(ranks, how):
     spiky = ("--spike-patience", 2, "--steps", 30, "--checkpoint-freq", 10, "--alpha", 0.9)
-    for world, out in ((1, "spike-alone"), (2, "spike")):
-        ended = ranks.launch(world, *RUN, *CACHED, *spiky, *FSDP, "--out", out, KDTRAIN_FAULT="train.loss:x30:25-26")
+    for world, out in ((1, f"spike-alone-{how[0]}"), (2, f"spike-{how[0]}")):
+        more = how if world > 1 else ()
+        ended = ranks.launch(world, *RUN, *CACHED, *spiky, *more, "--out", out, KDTRAIN_FAULT="train.loss:x30:25-26")
         assert [each.code for each in ended] == [0] * world, ended[0].stderr
         events = (ranks.root / out / "events.jsonl").read_text()
         assert events.count('"rollback"') == 1
-    assert distance(ranks.tensors("spike-alone"), ranks.tensors("spike")) <= 10 * SAME
+    assert distance(ranks.tensors(f"spike-alone-{how[0]}"), ranks.tensors(out)) <= 10 * SAME
 
 
 @pytest.mark.parametrize("how", [FSDP, TENSOR], ids=["fsdp", "tensor"])

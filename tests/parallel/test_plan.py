@@ -9,7 +9,7 @@ import torch
 
 from kdtrain.config.choices import TEACHERS
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.sections import LoraConfig, ObjectiveConfig, ParallelConfig
+from kdtrain.config.sections import LoraConfig, ParallelConfig
 from kdtrain.errors import UsageError
 from kdtrain.models.loading import configuration
 from kdtrain.models.spec import ModelSpec
@@ -23,7 +23,6 @@ from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.linear import Emulated
 from kdtrain.precision.modes import compiles_teacher
-from kdtrain.run.capture import capturing
 from kdtrain.tables import size
 from kdtrain.testing import SHAPES
 
@@ -291,22 +290,17 @@ def test_releases_whose_plans_are_too_old_are_refused_with_their_version(monkeyp
 
 
 @pytest.mark.parametrize(
-    "options, spec, formats, words",
+    "spec, formats, words",
     [
-        ({}, {}, OWN_SCALES, "--fp8-backend transformer-engine"),
-        ({}, {"lora": LoraConfig(lora_rank=4)}, QUANTISED, "--lora-rank"),
-        ({}, {"lora": LoraConfig(lora_rank=4, lora_dora=True)}, NO_CHOICE, "--lora-dora"),
-        ({}, {"lora": LoraConfig(lora_rank=4), "weights": "int8"}, NO_CHOICE, "--base-weights int8"),
-        ({"objective": ObjectiveConfig(divergence="logit-mse")}, {}, NO_CHOICE, "logit-mse over whole distributions"),
+        ({}, OWN_SCALES, "--fp8-backend transformer-engine"),
+        ({"lora": LoraConfig(lora_rank=4)}, QUANTISED, "--lora-rank"),
     ],
 )
-def test_what_tensor_ranks_are_not_made_for_is_refused_by_name(options, spec, formats, words):
+def test_formats_that_tensor_ranks_are_not_made_for_are_refused_by_name(spec, formats, words):
     student = ModelSpec(name="s", config=SHAPES["llama"], init="scratch", **spec)
-    parallel, dense = ParallelConfig(tensor_parallel=2), type("Facts", (), {"targets": "dense", "alignment": None})()
-    dense.taught = [dense]
-    given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=parallel, **options)
+    given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=ParallelConfig(tensor_parallel=2))
     with pytest.raises(UsageError, match=f"^--tensor-parallel 2 cannot be used with .*{words}"):
-        tensor.refuse_with(given, student, 300, dense, formats)
+        tensor.refuse_with(given, student, 300, None, formats)
 
 
 @pytest.mark.parametrize(
@@ -385,12 +379,6 @@ def test_the_layers_of_a_teacher_that_is_cut_are_not_compiled_and_the_log_has_wh
 def test_tensor_ranks_of_a_teacher_that_cannot_be_are_refused(parallel, words):
     with pytest.raises(UsageError, match=words):
         DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=ParallelConfig(**parallel))
-
-
-def test_a_cache_that_is_made_while_tensor_ranks_train_is_refused():
-    given = DistillConfig(cache=("c",), student="s", out=Path("o"), parallel=ParallelConfig(tensor_parallel=2))
-    with pytest.raises(UsageError, match=r"^--tensor-parallel cannot be used with a cache that is made"):
-        capturing(given, ModelSpec(name="s", source="s"), torch.device("cpu"), None)
 
 
 def test_a_part_of_a_model_is_what_a_tensor_rank_has_of_it():
