@@ -58,11 +58,13 @@ class Finding:
     """Index of the first of them."""
     micro_batch: int
     """The micro-batch of the step, from 1."""
+    order: int = 0
+    """How many tensors were checked before it in its micro-batch: tensor ranks, which run in step, sum a NaN to all."""
 
     @property
-    def when(self) -> tuple[bool, int, bool]:
+    def when(self) -> tuple[bool, int, bool, int]:
         """Orders the findings of several ranks by time: the total norm comes after all micro-batches."""
-        return self.tensor.startswith(_NORM), self.micro_batch, self.direction == "backward"
+        return self.tensor.startswith(_NORM), self.micro_batch, self.direction == "backward", self.order
 
     def __str__(self) -> str:
         if not self.module:
@@ -84,7 +86,7 @@ class NanHooks(Observer):
 
     def __init__(self, student: Student) -> None:
         self._first: Finding | None = None
-        self._micro_batch = 0
+        self._micro_batch = self._checked = 0
         hooks = student.register_forward_pre_hook(self._begin), student.register_forward_hook(self._end)
         self._handles: list[Any] = [*hooks]
         for name, module in student.named_modules():
@@ -116,13 +118,15 @@ class NanHooks(Observer):
         """Keep `tensor` as the finding if it is the first non-finite one."""
         if self._first is not None or not (tensor.is_floating_point() or tensor.is_complex()):
             return
+        self._checked += 1
         tensor = local(tensor.detach())
         # 8-bit formats have no isfinite of their own
         good = torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
         if not good.all():
             bad = good.logical_not().nonzero()
             place = tuple(bad[0].tolist())
-            self._first = Finding(module, what, direction, tuple(tensor.shape), len(bad), place, self._micro_batch)
+            where = (module, what, direction, tuple(tensor.shape), len(bad), place)
+            self._first = Finding(*where, self._micro_batch, self._checked)
 
     def _check_gradient(self, module: str, what: str, tensor: Tensor) -> None:
         if tensor.requires_grad:
@@ -130,6 +134,7 @@ class NanHooks(Observer):
 
     def _begin(self, student: nn.Module, arguments: tuple[Batch, ...]) -> None:
         self._micro_batch += 1
+        self._checked = 0
         batch = arguments[0]
         mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
         for number, states_ND in enumerate(batch.states):

@@ -112,6 +112,17 @@ def test_a_bad_weight_is_named_before_what_it_makes_bad(workshop, name):
     assert (found.module, found.tensor, found.place, found.bad) == (name, "weight", (5, 7), 1)
 
 
+def test_of_ranks_in_step_the_one_with_the_bad_weight_is_before_those_that_its_sum_reaches(workshop):
+    name = "model.layers.1.mlp.down_proj"
+    with workshop.run() as run, replaced(module(run, name), spoiled(math.nan)):
+        reached = look(run)
+    with workshop.run() as run, torch.no_grad():
+        module(run, name).weight[1, 1] = math.nan
+        own = look(run)
+    assert (own.module, own.tensor, reached.module, reached.tensor) == (name, "weight", name, "its output")
+    assert own.when < reached.when
+
+
 def test_a_bad_row_of_the_teacher_is_named_and_a_masked_one_is_not(workshop):
     source = workshop.source(10, broken=(3,))
     with workshop.run(train=source) as run:
