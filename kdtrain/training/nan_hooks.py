@@ -59,7 +59,7 @@ class Finding:
     micro_batch: int
     """The micro-batch of the step, from 1."""
     order: int = 0
-    """How many tensors were checked before it in its micro-batch: tensor ranks, which run in step, sum a NaN to all."""
+    """Its number among the tensors checked in its micro-batch: tensor ranks, which run in step, sum a NaN to all."""
 
     @property
     def when(self) -> tuple[bool, int, bool, int]:
