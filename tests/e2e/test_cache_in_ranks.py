@@ -173,10 +173,7 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
 
 def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
     for more, said in (
-        (
-            ("--teacher-tensor-parallel", 3),
-            "--teacher-tensor-parallel 3 does not divide 2 ranks; start",
-        ),
+        (("--teacher-tensor-parallel", 3), "--teacher-tensor-parallel 3 does not divide 2 ranks; start"),
         ((*CUT, "--teacher-parallel", "fsdp"), "--teacher-parallel fsdp needs more than 2 processes"),
         ((*CUT, "--teacher-weights", "int8"), "--teacher-tensor-parallel cannot cut --teacher-weights int8"),
         (("--data", "missing"), "--data is given 2 times"),

@@ -72,10 +72,7 @@ CASES = {
     "tensor ranks": (
         (*CACHED, "--temperature-mode", "likelihood"),
         SAME,
-        [
-            (2, (*TENSOR, "--micro-batch-size", 2)),
-            (4, (*TENSOR, *FSDP, "--micro-batch-size", 1)),
-        ],
+        [(2, (*TENSOR, "--micro-batch-size", 2)), (4, (*TENSOR, *FSDP, "--micro-batch-size", 1))],
     ),
     "adapters in tensor ranks": (
         (*CACHED, "--lora-rank", 4, "--lora-dropout", 0.1, "--micro-batch-size", 3),
