@@ -33,8 +33,9 @@ demo: venv ## distil the shipped teacher into a small student and show what it g
 docs: venv ## build the pages as a site into build/site; needs no network
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
+# Bytecode spares each process the compilation of kdtrain, and each worker the rewriting of all tests.
 test: lint ## lint, then every test
-	$(PY) -m pytest $(IN_WORKERS)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(IN_WORKERS)
 
 test-oldest: .venv-oldest/.installed ## every test but the slow ones, on the oldest releases that are allowed
 	.venv-oldest/bin/python -m pytest -m "not slow" $(IN_WORKERS)

@@ -37,7 +37,7 @@ PRESENT = (
 )
 """Packages assumed to be on the machine."""
 MACHINE = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "os_name": "posix"} | {
-    **{"platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython", "extra": ""},
+    **{"platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython", "extra": ""}
 }
 PLATFORMS = tuple(f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014"))
 FILTERS = ("libh5bshuf.so", "libh5zstd.so")

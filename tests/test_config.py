@@ -146,10 +146,7 @@ REFUSED = [
     (lambda: ObjectiveConfig(alpha=1.5), "--alpha 1.5 must be at least 0 and at most 1"),
     (lambda: OptimizerConfig(lr=float("inf")), "--lr inf must be above 0 and finite"),
     (lambda: DataConfig(seq_len=2**60), "beyond what can be counted; choose at most 2^53"),
-    (
-        lambda: configured(DistillConfig, None, {"cahce": "c"}),
-        "unknown option 'cahce'; perhaps",
-    ),
+    (lambda: configured(DistillConfig, None, {"cahce": "c"}), "unknown option 'cahce'; perhaps"),
     (lambda: configured(DistillConfig, None, {"lr": -1.0}), "--lr -1.0"),
     (lambda: configured(DistillConfig, None, {"cache": "c", "out": "o"}), "--student is missing"),
 ]

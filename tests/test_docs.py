@@ -39,21 +39,8 @@ TORCHRUN = {
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
 }
 ELSEWHERE = {
-    "--kl-divergence",
-    "--no-deps",
-    "--seeds",
-    "--model",
-    "--upgrade",
-    "--logdir",
-    "--port",
-    "--tiny",
-    "--profile",
-    "--commit",
-    "--budget",
-    "--from",
-    "--again",
-    "--only",
-    "--present",
+    *("--kl-divergence", "--no-deps", "--seeds", "--model", "--upgrade", "--logdir", "--port", "--tiny", "--profile"),
+    *("--commit", "--budget", "--from", "--again", "--only", "--present"),
     *("--max-logprobs", "--max-model-len", "--no-enable-prefix-caching", "--logprobs-mode"),
 }
 ELSEWHERE |= TORCHRUN

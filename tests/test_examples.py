@@ -111,9 +111,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_accelerate_without_gpus_is_refused_by_its_example(material):
+def test_accelerate_without_gpus_is_refused_by_its_example(server, material):
     cache, model, _ = material
-    done = alone(EXAMPLES / "accelerate_fsdp2.py", cache, model, 1)
+    (done,) = server.run(EXAMPLES / "accelerate_fsdp2.py", cache, model, 1, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and "several GPUs" in done.stderr
 
 

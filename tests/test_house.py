@@ -23,20 +23,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
 STAIRCASE = (
-    *(
-        "errors",
-        "imports",
-        "faults",
-        "registry",
-        "files",
-        "outputs",
-        "sandbox",
-        "process",
-        "tables",
-        "ranks",
-        "config",
-        "net",
-    ),
+    *("errors", "imports", "faults", "registry", "files", "outputs", "sandbox", "process", "tables", "ranks"),
+    *("config", "net"),
     *("data", "models", "objective", "precision", "cache", "checkpoint", "monitor", "parallel", "teaching"),
     *("tokenizers", "training", "run", "commands", "cli", "library", "callback", "plugins", "testing", "__main__"),
 )

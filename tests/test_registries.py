@@ -139,18 +139,8 @@ def bench(server, tmp_path_factory):
     for group, (name, code) in CODE.items():
         install(root / "packages", f"more-{group}", group, name, code)
     done = forked(
-        *(
-            server,
-            root,
-            root / "packages",
-            "cache-teacher",
-            "--teacher",
-            "teacher",
-            "--out",
-            "cache",
-            "--data",
-            "count:80",
-        ),
+        *(server, root, root / "packages", "cache-teacher", "--teacher", "teacher", "--out", "cache"),
+        *("--data", "count:80"),
         *("--seq-len", 32, "--num-sequences", 8, "--validation-sequences", 4, "--top-k", 12, "--precision", "fp32"),
     )
     assert done.returncode == 0, done.stderr

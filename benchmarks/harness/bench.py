@@ -134,12 +134,7 @@ class Bench:
             quantized=quantized,
         )
         empty = Tokens(torch.zeros(1, seq_len + 1, dtype=torch.int64), options.device)
-        self.trainer = Trainer(
-            *(config, module, empty, empty),
-            total_steps=total,
-            micro=batch,
-            seq_len=seq_len,
-        )
+        self.trainer = Trainer(*(config, module, empty, empty), total_steps=total, micro=batch, seq_len=seq_len)
         folder.mkdir(parents=True, exist_ok=True)
         self.trainer.open(None, init="scratch")
         self.trainer.stepper.halves_for = 0  # see `step`

@@ -58,11 +58,7 @@ def beside(rates: Sequence[float], base: Sequence[float], name: str) -> dict[str
 
 
 def in_turn(
-    sides: Mapping[str, Callable[[], Any]],
-    rounds: int,
-    device: torch.device,
-    warm: int = 1,
-    calls: int = 1,
+    sides: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, warm: int = 1, calls: int = 1
 ) -> dict[str, list[float]]:
     """Return the seconds of a call of each side in each round, by a timing of `calls` of them.
 

@@ -45,16 +45,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.audit.command import DIAGNOSED, NEIGHBOURS, logprobs, other_forwards, rounded_to_int8
-from kdtrain.plugins.audit.diagnose import (
-    AHEAD,
-    INT8,
-    LOST,
-    MASK,
-    OTHER_WEIGHTS,
-    Gains,
-    diagnose,
-    gains,
-)
+from kdtrain.plugins.audit.diagnose import AHEAD, INT8, LOST, MASK, OTHER_WEIGHTS, Gains, diagnose, gains
 from kdtrain.plugins.audit.evidence import Evidence, judge, score, worst_first
 from kdtrain.teaching.local import LocalTeacher
 

@@ -5,26 +5,16 @@ with formulas and examples, where the standard library is mostly code. `python -
 `runs/docstrings.jsonl`, from which sweeps read it.
 """
 
-import argparse
 import ast
 import importlib.util
-import json
 from pathlib import Path
 
-from kdtrain.files import publish_text
+from benchmarks.harness.corpus import write_corpus
 
 LIBRARIES = ("torch", "transformers", "numpy", "datasets", "matplotlib", "h5py", "rich", "hypothesis")
 LEAST = 400
 """Characters below which a module is left out."""
 NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def write(path: Path) -> Path:
-    """Write the corpus to `path` as jsonl, unless it exists; returns the path."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts()), "docstrings")
-    return path
 
 
 def texts() -> list[str]:
@@ -51,6 +41,4 @@ def docstrings(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", nargs="?", type=Path, default=Path("runs/docstrings.jsonl"))
-    print(write(parser.parse_args().path))
+    write_corpus("docstrings", texts())

@@ -4,26 +4,16 @@ They are those of the torch of `constraints.txt`, without the generated ones. `p
 writes `runs/headers.jsonl`, in an order of its own, as neighbours are much alike.
 """
 
-import argparse
 import importlib.util
-import json
 import random
 from pathlib import Path
 
-from kdtrain.files import publish_text
+from benchmarks.harness.corpus import write_corpus
 
 LONG = 3000
 """Characters from which a passage ends with its line."""
 LEAST, MOST = 2000, 40_000
 """Characters of a file: shorter ones are mostly a license, longer ones mostly generated."""
-
-
-def write(path: Path) -> Path:
-    """Write the corpus to `path` as jsonl, unless it exists; return the path."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(path, "".join(json.dumps({"text": text}) + "\n" for text in passages()), "headers")
-    return path
 
 
 def passages() -> list[str]:
@@ -45,6 +35,4 @@ def passages() -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", nargs="?", type=Path, default=Path("runs/headers.jsonl"))
-    print(write(parser.parse_args().path))
+    write_corpus("headers", passages())

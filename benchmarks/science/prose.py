@@ -4,24 +4,14 @@
 not imported.
 """
 
-import argparse
 import importlib.util
-import json
 import re
 from pathlib import Path
 
-from kdtrain.files import publish_text
+from benchmarks.harness.corpus import write_corpus
 
 LONG = 3000
 """Characters from which a passage ends with its sentence."""
-
-
-def write(path: Path) -> Path:
-    """Write the corpus to `path` as jsonl, unless it exists; returns the path."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(path, "".join(json.dumps({"text": text}) + "\n" for text in passages(source())), "prose")
-    return path
 
 
 def source() -> str:
@@ -46,6 +36,4 @@ def passages(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", nargs="?", type=Path, default=Path("runs/prose.jsonl"))
-    print(write(parser.parse_args().path))
+    write_corpus("prose", passages(source()))

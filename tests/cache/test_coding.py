@@ -134,8 +134,7 @@ def _drawn(kept: Arrays) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"top_k": 3}, {"num_samples": 9, "knots": FINE_KNOTS}, {"top_k": 5, "num_samples": 20}, {"top_k": 40}],
+    "options", [{"top_k": 3}, {"num_samples": 9, "knots": FINE_KNOTS}, {"top_k": 5, "num_samples": 20}, {"top_k": 40}]
 )
 def test_extreme_teachers_survive_the_coding(options: dict) -> None:
     """Certain, flat and noisy teachers, and some that rule most entries out, in one shard."""

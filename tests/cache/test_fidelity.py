@@ -127,12 +127,7 @@ def test_the_range_ends_before_the_first_error_that_is_too_large() -> None:
 
 @pytest.mark.parametrize(
     "sequences, seq_len, vocab_size, expected",
-    [
-        (64, 512, 2048, (16, 512)),
-        (3, 16, 64, (3, 16)),
-        (64, 512, 262_144, (16, 8)),
-        (1, 4096, 151_936, (1, 220)),
-    ],
+    [(64, 512, 2048, (16, 512)), (3, 16, 64, (3, 16)), (64, 512, 262_144, (16, 8)), (1, 4096, 151_936, (1, 220))],
 )
 def test_the_held_sample_is_bounded(sequences: int, seq_len: int, vocab_size: int, expected: tuple) -> None:
     assert sample_size(sequences, seq_len, vocab_size) == expected

@@ -74,10 +74,7 @@ def test_an_index_whose_shard_is_gone_reads_as_fill_values(tmp_path: Path, works
 
 def test_a_vocabulary_of_151936_is_cached_with_wide_ids(tmp_path: Path, workshop) -> None:
     spec = CodecSpec(kind="sparse", vocab_size=151_936, top_k=4, num_samples=4)
-    splits = {
-        "train": workshop.rows(2, vocab_size=151_936),
-        "validation": workshop.rows(1, vocab_size=151_936),
-    }
+    splits = {"train": workshop.rows(2, vocab_size=151_936), "validation": workshop.rows(1, vocab_size=151_936)}
     manifest = write_cache(tmp_path / "c", workshop.settings(spec), splits, teacher=workshop.teacher(151_936))
     with h5py.File(tmp_path / "c" / "index.h5") as file:
         assert file["train/tokens"].dtype == np.uint32

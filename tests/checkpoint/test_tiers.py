@@ -4,20 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtrain.checkpoint.tiers import (
-    CheckpointEntry as Entry,
-)
-from kdtrain.checkpoint.tiers import (
-    Keep,
-    is_apart,
-    is_name,
-    is_planned,
-    name_of,
-    ordered,
-    removable,
-    step_in,
-    tier,
-)
+from kdtrain.checkpoint.tiers import CheckpointEntry as Entry
+from kdtrain.checkpoint.tiers import Keep, is_apart, is_name, is_planned, name_of, ordered, removable, step_in, tier
 
 SPECIAL = (
     "interrupted-00000123",
@@ -71,7 +59,7 @@ def test_each_tier_is_counted_by_itself():
     entries += [Entry(f"interrupted-{step:08d}", step) for step in (1, 4)]
     gone = removable(entries, Keep(rolling=2, epoch=2, special=1))
     assert gone == [
-        *("step-00000001", "interrupted-00000001", "epoch-0001", "step-00000002", "step-00000003", "step-00000004"),
+        *("step-00000001", "interrupted-00000001", "epoch-0001", "step-00000002", "step-00000003", "step-00000004")
     ]
 
 

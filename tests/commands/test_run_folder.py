@@ -21,14 +21,7 @@ from kdtrain.config.sections import CheckpointConfig, DataConfig, ObjectiveConfi
 from kdtrain.config.values import sections
 from kdtrain.errors import UsageError
 from kdtrain.files import make_writable, publish_json, temporary_name
-from kdtrain.run.folder import (
-    claim_folder,
-    launch,
-    refuse_changes,
-    restarted,
-    to_toml,
-    write_description,
-)
+from kdtrain.run.folder import claim_folder, launch, refuse_changes, restarted, to_toml, write_description
 
 
 def temporary(name):
@@ -290,9 +283,7 @@ def test_the_written_configuration_is_read_back_by_the_command(tmp_path):
     assert environment["libraries"]["torch"]
 
 
-def test_a_run_that_began_with_a_fixed_alpha_keeps_it_when_it_is_resumed(
-    workbench,
-):
+def test_a_run_that_began_with_a_fixed_alpha_keeps_it_when_it_is_resumed(workbench):
     run = ("distill", "--cache", "cache", "--student", "student.toml", "--eval-batches", 1, *workbench.plain)
     workbench.json(*run, "--steps", 2, "--alpha", 0.9, "--out", "fixed")
     of_it = ("--load", "fixed/checkpoints/step-00000000")

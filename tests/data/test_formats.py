@@ -66,10 +66,7 @@ ROWS = {
         {"instruction": "c", "output": "d", "system": "be kind", "history": [["a", "b"]]},
         Document("", messages=SYSTEM + _talk(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))),
     ),
-    "prompt and completion": (
-        {"prompt": "1 + 1 =", "completion": " 2"},
-        Document("", text="1 + 1 = 2", prompt=7),
-    ),
+    "prompt and completion": ({"prompt": "1 + 1 =", "completion": " 2"}, Document("", text="1 + 1 = 2", prompt=7)),
     "prompt and completion of messages": (
         {"prompt": SYSTEM + WANTED + _talk(("user", "so?")), "completion": _talk(("assistant", "so"))},
         Document("", messages=SYSTEM + WANTED + _talk(("user", "so?"), ("assistant", "so")), prompt=4),
@@ -263,11 +260,7 @@ def test_few_rows_with_a_prompt_are_never_cut_at_line_ends(tmp_path):
 @pytest.mark.parametrize(
     "asked, names, message",
     [
-        (
-            Columns(format="sharegpt"),
-            ["chat"],
-            "has no column 'conversations'; give --messages-column chat",
-        ),
+        (Columns(format="sharegpt"), ["chat"], "has no column 'conversations'; give --messages-column chat"),
         (Columns(format="alpaca"), ["instruction", "response"], "has no column 'output'; --format alpaca needs it"),
         (Columns(format="prompt-completion"), ["prompt", "chosen"], "has no column 'completion'; --format prompt-comp"),
         (Columns(messages="chat"), ["text"], "has no column 'chat'; give --messages-column text"),

@@ -152,10 +152,7 @@ def test_a_long_text_is_tokenized_in_pieces_and_stays_one_document_with_one_prom
     [
         (None, "has no chat template"),
         (_CUTS_EARLIER, "talk: the chat template changes or leaves out text of the assistant, so its turns cannot be"),
-        (
-            "{{ raise_exception('roles must\nalternate') }}",
-            "talk: the chat template refuses .*: roles must$",
-        ),
+        ("{{ raise_exception('roles must\nalternate') }}", "talk: the chat template refuses .*: roles must$"),
     ],
 )
 def test_a_conversation_whose_assistant_turns_cannot_be_found_is_refused(template, message, tokenizer):

@@ -74,7 +74,7 @@ def test_the_fallback_follows_its_option(forks, more, forward):
     assert (forks.root / name / "checkpoints" / f"switch_to_{forward}_iter7").is_dir()
 
 
-@pytest.mark.parametrize("mode", ["fp16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("mode", ["fp16", "mxfp8"])  # fp8's resume is the test of a run killed in its fallback
 def test_each_mode_trains_and_resumes_bit_by_bit(forks, mode):
     options = ("--precision", mode, "--steps", 6, "--lr", 1e-3)
     distill(forks, f"{mode}-whole", *options).ok()

@@ -66,7 +66,7 @@ def test_the_other_ranks_need_no_cache_that_the_first_has_not_finished(ranks, of
     _same(ranks.root / "late", of_one)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.torture), 3])
 def test_several_ranks_build_the_cache_of_one_and_only_rank_0_prints(ranks, of_one, world) -> None:
     folder = ranks.ok(world, f"of-{world}")
     _same(folder, of_one)
@@ -88,7 +88,7 @@ def test_killed_under_one_number_of_ranks_and_finished_under_another(ranks, of_o
     assert kept == list(shards)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.torture)])
 def test_a_sharded_teacher_builds_the_cache_of_a_whole_one(ranks, of_one, world) -> None:
     """Rank 0 has more shards than others: forwards are taken together all the same."""
     out = f"parts-{world}"
@@ -173,10 +173,7 @@ def test_a_dry_run_shows_how_each_engine_is_spread(ranks, of_one) -> None:
 
 def test_bad_input_is_one_line_of_one_rank(ranks, of_one) -> None:
     for more, said in (
-        (
-            ("--teacher-tensor-parallel", 3),
-            "--teacher-tensor-parallel 3 does not divide 2 ranks; start",
-        ),
+        (("--teacher-tensor-parallel", 3), "--teacher-tensor-parallel 3 does not divide 2 ranks; start"),
         ((*CUT, "--teacher-parallel", "fsdp"), "--teacher-parallel fsdp needs more than 2 processes"),
         ((*CUT, "--teacher-weights", "int8"), "--teacher-tensor-parallel cannot cut --teacher-weights int8"),
         (("--data", "missing"), "--data is given 2 times"),

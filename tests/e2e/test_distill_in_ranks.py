@@ -33,6 +33,7 @@ RUN = (
 CACHED = ("--cache", "chat-cache", "--precision", "fp32")
 BF16 = ("--cache", "chat-cache", "--precision", "bf16", "--alpha", 0.9)  # an average over ranks is rounded elsewhere
 ONLINE = ("--teacher", "teacher", *SMALL, "--precision", "fp32")
+SHORT = ("--steps", 5)
 DDP, FSDP = ("--parallel", "ddp"), ("--parallel", "fsdp")
 TENSOR, TEACHER = ("--tensor-parallel", 2), ("--teacher-tensor-parallel", 2)
 
@@ -60,7 +61,7 @@ CASES = {
         ],
     ),
     "online": (
-        (*ONLINE, "--hidden-loss", "mse", "--divergence", "jsd", "--temperature-mode", "adversarial"),
+        (*ONLINE, "--hidden-loss", "mse", "--divergence", "jsd", "--temperature-mode", "adversarial", *SHORT),
         SAME,
         [
             (2, (*DDP, "--teacher-parallel", "replicate")),
@@ -70,15 +71,12 @@ CASES = {
         ],
     ),
     "tensor ranks": (
-        (*CACHED, "--temperature-mode", "likelihood"),
+        (*CACHED, "--temperature-mode", "likelihood", *SHORT),
         SAME,
-        [
-            (2, (*TENSOR, "--micro-batch-size", 2)),
-            (4, (*TENSOR, *FSDP, "--micro-batch-size", 1)),
-        ],
+        [(2, (*TENSOR, "--micro-batch-size", 2)), (4, (*TENSOR, *FSDP, "--micro-batch-size", 1))],
     ),
     "adapters in tensor ranks": (
-        (*CACHED, "--lora-rank", 4, "--lora-dropout", 0.1, "--micro-batch-size", 3),
+        (*CACHED, "--lora-rank", 4, "--lora-dropout", 0.1, "--micro-batch-size", 3, *SHORT),
         SAME,
         [(2, TENSOR)],
     ),
@@ -87,7 +85,11 @@ CASES = {
     # and with weights of norms that are rounded as well, which Adam makes larger in ten steps
     "bf16 parts": ((*BF16, "--micro-batch-size", 3), 1e-2, [(2, FSDP)]),
     # a sum over ranks may move a number to the next one of its format
-    "mxfp8": (("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3), 1e-4, [(2, DDP), (2, FSDP)]),
+    "mxfp8": (
+        ("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3, *SHORT),
+        1e-4,
+        [(2, DDP), (2, FSDP)],
+    ),
     "adaptive": (
         (
             *("--cache", "chat-cache", "--precision", "mxfp8", "--micro-batch-size", 3, "--time-resume"),
@@ -98,7 +100,7 @@ CASES = {
         [(2, FSDP)],
     ),
 }
-"""Options, how far a parameter may be from that of one process after 10 steps, and ranks with theirs."""
+"""Options, how far a parameter may be from that of one process after the steps, and ranks with theirs."""
 
 
 def command(*options):
@@ -163,19 +165,17 @@ LORA = ("--lora-rank", 4)
 WRITES = ("--on-policy", "--teacher", "teacher", *CHAT, "--max-new-tokens", 4, "--num-samples", 8)
 SERVER = ("--teacher", "teacher", *SMALL, "--teacher-server", "http://127.0.0.1:9/v1")
 FEATURES = {
-    "alpha auto": (*CACHED, "--alpha", "auto", "--eval-freq", 1),
-    "learned temperature": (*CACHED, "--temperature-mode", "adversarial"),
-    "jsd": (*CACHED, "--divergence", "jsd"),
-    "reverse kl": (*CACHED, "--divergence", "reverse-kl"),
+    "alpha auto, spikes, hooks for NaN, parts within a node": (
+        *(*CACHED, "--alpha", "auto", "--eval-freq", 1, "--spike-patience", 1, "--spike-lr-factor", 0.9),
+        *("--nan-hooks", "always", "--shard-size", 1),
+    ),
+    "jsd, learned temperature": (*CACHED, "--divergence", "jsd", "--temperature-mode", "adversarial"),
+    "reverse kl, frozen head, activation checkpointing": (
+        *(*CACHED, "--divergence", "reverse-kl", "--freeze-head", "--activation-checkpointing"),
+    ),
     "hidden states": (*ONLINE, "--hidden-loss", "mse"),
-    "frozen head": (*CACHED, "--freeze-head"),
-    "adapters": (*CACHED, *LORA),
     "adapters that learn from the parts without them": (*SELF, *LORA, "--alpha", 0.5),
-    "activation checkpointing": (*CACHED, "--activation-checkpointing"),
-    "hooks for NaN": (*CACHED, "--nan-hooks", "always"),
     "gradients added up": (*CACHED, "--micro-batch-size", 1, "--accumulate", "sharded"),
-    "parts within a node": (*CACHED, "--shard-size", 1),
-    "spikes": (*CACHED, "--spike-patience", 1, "--spike-lr-factor", 0.9),
     "text that ranks write": (WRITES, "use --parallel ddp in place of --tensor-parallel"),
     "a cache made while training": (SERVER, "a cache that is made while training; make it first"),
     "DoRA": ((*CACHED, *LORA, "--lora-dora"), "--lora-dora, whose norms of columns go over ranks"),
@@ -235,8 +235,8 @@ def test_compiled_ranks_that_add_up_and_clip_train_what_one_process_trains(ranks
 def whole(ranks, trained):
     """Return a function that names a run of ranks that nothing interrupts."""
 
-    def run(how, world=2):
-        out = trained(world, *CACHED, *how, "--micro-batch-size", 1)
+    def run(how, world=2, micro=1):
+        out = trained(world, *CACHED, *how, "--micro-batch-size", micro)
         for log in ("train.log", *(f"rank-{rank:05}.log" for rank in range(1, world))):
             assert "step 10/10" in (ranks.root / out / log).read_text()
         return out
@@ -274,22 +274,26 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_finishes_with_the_sa
 
 @pytest.mark.parametrize("how", [DDP, FSDP, TENSOR], ids=["ddp", "fsdp", "tensor"])
 def test_a_signal_to_one_rank_stops_all_and_the_same_command_resumes_bitwise(ranks, whole, how):
-    command = (*RUN, *CACHED, *how, "--micro-batch-size", 1, "--out", f"asked-{how[1]}")
-    ended = ranks.launch(2, *command, "--json", fault="train.after-micro-batch:term:10@1")
+    micro = 3 if how == TENSOR else 1  # tensor ranks take all micro-batches of a step
+    command = (*RUN, *CACHED, *how, "--micro-batch-size", micro, "--out", f"asked-{how[1]}")
+    middle, step = (3, 1) if how == TENSOR else (10, 3)
+    ended = ranks.launch(2, *command, "--json", fault=f"train.after-micro-batch:term:{middle}@1")
     assert [each.code for each in ended] == [0, 0], ended[0].stderr
-    step = 1 if how == TENSOR else 3  # tensor ranks take all six micro-batches of a step
     assert (ended[0].json["stopped_by"], ended[0].json["step"], ended[1].stdout) == ("SIGTERM", step, "")
     ranks.ok(2, *command)
-    assert ranks.differing(whole(how), f"asked-{how[1]}") == []
+    assert ranks.differing(whole(how, micro=micro), f"asked-{how[1]}") == []
 
 
-def test_tensor_ranks_with_dropout_switch_formats_at_the_steps_of_one_process_and_resume_bitwise(ranks):
+@pytest.mark.parametrize(
+    "world, how", [(2, TENSOR), pytest.param(4, (*TENSOR, *FSDP), marks=pytest.mark.torture)], ids=["tp", "tp and fsdp"]
+)
+def test_tensor_ranks_with_dropout_switch_formats_at_the_steps_of_one_process_and_resume_bitwise(ranks, world, how):
     text = (ranks.root / "student.toml").read_text()
     (ranks.root / "dropping.toml").write_text(f"{text}attention_dropout = 0.3\n")
     command = (
         *("dropping.toml" if each == "student.toml" else each for each in RUN),
         *("--cache", "chat-cache", "--precision", "fp8", "--micro-batch-size", 3, "--time-resume"),
-        *("--quant-rule", "loss", "--quant-loss-threshold", 0.001, "--quant-min-dwell", 1),
+        *("--quant-rule", "loss", "--quant-loss-threshold", 0.001, "--quant-min-dwell", 1, *SHORT),
     )
 
     def switches(run):
@@ -298,16 +302,17 @@ def test_tensor_ranks_with_dropout_switch_formats_at_the_steps_of_one_process_an
 
     ranks.ok(1, *command, "--out", "dropping-1")
     assert switches("dropping-1")[0][1] == "bf16"
-    for world, how in ((2, TENSOR), (4, (*TENSOR, *FSDP))):
-        ranks.ok(world, *command, *how, "--out", f"dropping-{world}")
-        assert switches(f"dropping-{world}") == switches("dropping-1"), how
-        for line, other in zip(ranks.lines("dropping-1"), ranks.lines(f"dropping-{world}"), strict=True):
-            assert other.keys() == line.keys()
-            assert "loss" not in line or other["loss"] == pytest.approx(line["loss"], rel=0.1)
-    ended = ranks.launch(2, *command, *TENSOR, "--out", "dropping-asked", fault="train.after-micro-batch:term:8@1")
-    assert [each.code for each in ended] == [0, 0], ended[0].stderr
-    ranks.ok(2, *command, *TENSOR, "--out", "dropping-asked")
-    assert ranks.differing("dropping-2", "dropping-asked") == []
+    out = f"dropping-{world}"
+    ranks.ok(world, *command, *how, "--out", out)
+    assert switches(out) == switches("dropping-1")
+    for line, other in zip(ranks.lines("dropping-1"), ranks.lines(out), strict=True):
+        assert other.keys() == line.keys()
+        assert "loss" not in line or other["loss"] == pytest.approx(line["loss"], rel=0.1)
+    asked = (*command, *how, "--out", f"{out}-asked")
+    ended = ranks.launch(world, *asked, fault="train.after-micro-batch:term:4@1")
+    assert [each.code for each in ended] == [0] * world, ended[0].stderr
+    ranks.ok(world, *asked)
+    assert ranks.differing(out, f"{out}-asked") == []
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -351,7 +356,7 @@ def test_a_checkpoint_of_one_number_of_ranks_resumes_with_another(ranks, whole, 
 
 @pytest.mark.parametrize("how", [DDP, FSDP, TENSOR], ids=["ddp", "fsdp", "tensor"])
 def test_nan_on_one_rank_is_skipped_by_all(ranks, trained, how):
-    options = (*CACHED, "--micro-batch-size", 1, "--nan-hooks", "first")
+    options = (*CACHED, "--micro-batch-size", 1, "--nan-hooks", "first", *SHORT)
     alone = trained(1, *options, fault="train.loss:nan:4")
     ended = ranks.launch(2, *RUN, *options, *how, "--out", f"nan-{how[1]}", fault="train.loss:nan:4@1")
     assert [each.code for each in ended] == [0, 0], ended[0].stderr + ended[1].stderr

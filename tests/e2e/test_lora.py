@@ -147,21 +147,27 @@ def test_the_student_without_its_adapters_teaches_it(base):
     assert refused.code == 2 and "--teacher self is the student without its adapters" in refused.refusal()
 
 
-def test_adapters_of_tensor_ranks_are_taught_and_exported_as_those_of_one_process(base):
+@pytest.mark.parametrize(
+    "world, more",
+    [(2, ()), pytest.param(4, ("--parallel", "fsdp"), marks=pytest.mark.torture)],
+    ids=["tp", "tp and fsdp"],
+)
+def test_adapters_of_tensor_ranks_are_taught_and_exported_as_those_of_one_process(base, world, more):
     argv = ("distill", "--student", "base", *base.small, "--teacher", "self", "--alpha", 0.5, "--steps", 4, *FP32)
     argv += ("--lr", 1e-2, "--batch-size", 6, "--warmup-steps", 0, "--log-to", "none", "--lora-rank", 4)
-    ways = {"alone": (1, ()), "cut": (4, ("--tensor-parallel", 2, "--parallel", "fsdp"))}
+    alone, cut = f"alone-{world}", f"cut-{world}"
+    base.ok(1, *argv, "--out", alone)
+    base.ok(world, *argv, "--tensor-parallel", 2, *more, "--out", cut)
     found = {}
-    for run, (world, how) in ways.items():
-        base.ok(world, *argv, *how, "--out", run)
+    for run in (alone, cut):
         base.run("export", run, "--adapter", "--out", f"{run}-adapter").ok()
         below = AutoModelForCausalLM.from_pretrained(base.root / "base")
         adapted = peft.PeftModel.from_pretrained(below, base.root / f"{run}-adapter")
         merged = AutoModelForCausalLM.from_pretrained(base.root / run / "student")
         found[run] = [logits(each) for each in (adapted, merged)]
-    for one, cut in zip(*found.values(), strict=True):
-        assert (one - cut).abs().max() < 1e-5 * one.abs().max()
-    assert base.tensors("alone").keys() == base.tensors("cut").keys()
+    for one, other in zip(*found.values(), strict=True):
+        assert (one - other).abs().max() < 1e-5 * one.abs().max()
+    assert base.tensors(alone).keys() == base.tensors(cut).keys()
 
 
 @pytest.mark.parametrize("how, what", [("ddp", ("--freeze-head",)), ("fsdp", ("--lora-dora",))])
@@ -178,7 +184,7 @@ def test_ranks_train_the_same_adapters_as_one_process(base, how, what):
             torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.torture), "fsdp"])
 def test_ranks_that_are_stopped_resume_to_the_same_bits(base, how):
     argv = (*RUN, *FAST, "--lora-rslora", "--parallel", how)
     base.ok(2, *argv, "--out", f"whole-{how}")

@@ -109,8 +109,7 @@ def test_alpha_by_withheld_text_is_that_of_each_member_and_an_interrupted_run_en
 
 
 def test_an_interrupted_run_of_several_caches_ends_with_the_same_bits(bench, whole):
-    for fault in ("train.after-step:kill:5", "checkpoint.after-rename:kill:2", "train.after-micro-batch:term:3"):
-        assert start(bench, "resumed", "--micro-batch-size", 2, fault=fault).code == (-9 if ":kill:" in fault else 0)
+    assert start(bench, "resumed", "--micro-batch-size", 2, fault="train.after-step:kill:5").code == -9
     start(bench, "resumed", "--micro-batch-size", 2).ok()
     bench.assert_same("resumed", "whole")
     assert bench.state("resumed")["caches"] == bench.state("whole")["caches"]

@@ -23,19 +23,8 @@ def muon(forks):
     def train(out, *argv, world=1, fault=None):
         ended = forks.launch(
             *(world, "distill", "--cache", "cache", "--student", "student.toml", "--out", out),
-            *(
-                *forks.eager,
-                *forks.fast,
-                "--steps",
-                6,
-                "--checkpoint-freq",
-                3,
-                "--eval-freq",
-                6,
-                "--optimizer",
-                "muon",
-                *argv,
-            ),
+            *(*forks.eager, *forks.fast, "--steps", 6, "--checkpoint-freq", 3, "--eval-freq", 6),
+            *("--optimizer", "muon", *argv),
             fault=fault,
             PYTHONPATH=path,
         )

@@ -7,15 +7,10 @@ its own.
 
 import itertools
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.torture import resume_matrix as matrix
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_torture_holds_every_pair_of_values_of_two_dimensions():
@@ -36,10 +31,9 @@ def test_the_selection_meets_each_place_in_each_way_and_each_of_both_with_each_o
 
 
 @pytest.mark.slow
-def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(tmp_path):
+def test_a_run_broken_off_anywhere_in_any_way_ends_with_the_same_bits(server, tmp_path):
     out = tmp_path / "result.json"
-    argv = [sys.executable, "-m", "tests.torture.run", "--selection", "--kills", "1", "--out", str(out)]
-    ended = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    (ended,) = server.run("-m", "tests.torture.run", "--selection", "--kills", 1, "--out", out)
     assert out.exists(), ended.stderr[-2000:]
     result = json.loads(out.read_text())
     assert result["differences"] == []

@@ -60,6 +60,14 @@ MISSING = object()
 """The value of an entry that is removed."""
 
 
+@dataclass(frozen=True)
+class Many:
+    """A value of a large number of parts, which is made where it is written: so many cases fit into no memory."""
+
+    make: Callable[[int], Any]
+    number: int
+
+
 class Place:
     """A fresh copy of everything: `here` (where the command runs) between `docs`, `home` and `tmp`."""
 
@@ -150,7 +158,7 @@ def put(record: Any, where: str | tuple[str, str], value: Any) -> None:
     if value is MISSING:
         record.pop(last, None)
     else:
-        record[last] = value
+        record[last] = value.make(value.number) if isinstance(value, Many) else value
 
 
 Attack = Callable[[Place], None]

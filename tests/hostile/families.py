@@ -1,18 +1,6 @@
 """Every case, family by family."""
 
-from tests.hostile import (
-    code,
-    controls,
-    environments,
-    fuzz,
-    kinds,
-    links,
-    names,
-    shapes,
-    sizes,
-    texts,
-    values,
-)
+from tests.hostile import code, controls, environments, fuzz, kinds, links, names, shapes, sizes, texts, values
 from tests.hostile.case import Case
 
 FAMILIES = (controls, links, kinds, shapes, sizes, values, texts, names, environments, code, fuzz)

@@ -9,6 +9,7 @@ from tests.hostile.case import (
     COMMANDS,
     MISSING,
     Cases,
+    Many,
     Place,
     curried,
     in_cache,
@@ -174,13 +175,18 @@ def _models(found: Cases) -> None:
         found.add(f"weights' index: {kind}", "model", _without_weights(content), says="model")
     for where, value in _TOKENIZER:
         attack = in_json("teacher/tokenizer.json", where, value)
-        found.add(f"tokenizer's {where} is {json.dumps(value)[:40]}", "build", attack, ends="either")
+        found.add(f"tokenizer's {where} is {_shown(value)}", "build", attack, ends="either")
     for name, where, value in _MODEL_CONFIG:
         attack = in_json(f"model/{name}", where, value)
-        found.add(f"model's {name}: {where} is {json.dumps(value)[:40]}", "model", attack, says="model|tensor")
+        found.add(f"model's {name}: {where} is {_shown(value)}", "model", attack, says="model|tensor")
     for where, value in _TOKENIZER_CONFIG:
         attack = in_json("teacher/tokenizer_config.json", where, value)
-        found.add(f"tokenizer_config's {where} is {json.dumps(value)[:40]}", "build", attack, ends="either")
+        found.add(f"tokenizer_config's {where} is {_shown(value)}", "build", attack, ends="either")
+
+
+def _shown(value: Any) -> str:
+    """Return how a value begins."""
+    return json.dumps(value.make(99) if isinstance(value, Many) else value)[:40]
 
 
 def _replace(pattern: str, content: str) -> dict[str, Any]:
@@ -189,6 +195,16 @@ def _replace(pattern: str, content: str) -> dict[str, Any]:
 
 _BYTES = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+
+def _special(number: int, content: str) -> dict[str, Any]:
+    return {"id": number, "content": content, "special": True} | _FLAGS
+
+
+def _processed(number: int) -> dict[str, Any]:
+    return {"id": f"<{number}>", "ids": [number], "tokens": [f"<{number}>"]}
+
+
 _TOKENIZER: list[tuple[str, Any]] = [
     *(("model", value) for value in (None, [], {"type": "no-such"}, {"type": "BPE", "vocab": {}, "merges": []})),
     *(("model.vocab", value) for value in ({"a": -1}, {"a": 2**70}, {"a": "0"}, [])),
@@ -200,19 +216,16 @@ _TOKENIZER: list[tuple[str, Any]] = [
     ("normalizer", {"type": "Sequence", "normalizers": [_replace("a", "aa")] * 40}),
     ("normalizer", _replace("a", "a" * 10_000)),
     ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"} | _BYTES] * 40}),
-    ("added_tokens", [{"id": 300 + n, "content": f"<{n}>", "special": True} | _FLAGS for n in range(300_000)]),
-    ("added_tokens", [{"id": 300, "content": "x" * 2**23, "special": True} | _FLAGS]),
+    ("added_tokens", Many(lambda many: [_special(300 + n, f"<{n}>") for n in range(many)], 300_000)),
+    ("added_tokens", Many(lambda many: [_special(300, "x" * many)], 2**23)),
     ("model.vocab", {"a": 2**32 - 2}),
-    (
-        "post_processor.special_tokens",
-        {f"<{n}>": {"id": f"<{n}>", "ids": [n], "tokens": [f"<{n}>"]} for n in range(10**5)},
-    ),
+    ("post_processor.special_tokens", Many(lambda many: {f"<{n}>": _processed(n) for n in range(many)}, 10**5)),
     ("truncation", {"direction": "Right", "max_length": -1, "strategy": "LongestFirst", "stride": 0}),
 ]
 _MODEL_CONFIG: list[tuple[str, str, Any]] = [
-    ("config.json", "eos_token_id", list(range(10**6))),
+    ("config.json", "eos_token_id", Many(lambda many: list(range(many)), 10**6)),
     ("config.json", "head_dim", 3),
-    ("generation_config.json", "bad_words_ids", [[1]] * 10**6),
+    ("generation_config.json", "bad_words_ids", Many(lambda many: [[1]] * many, 10**6)),
 ]
 _TOKENIZER_CONFIG: list[tuple[str, Any]] = [
     *(("tokenizer_class", value) for value in ("no-such", 5, "os.system", "LlamaTokenizer")),
@@ -220,8 +233,8 @@ _TOKENIZER_CONFIG: list[tuple[str, Any]] = [
     *(("model_max_length", value) for value in ("x", -1, 1e400)),
     *(("chat_template", value) for value in (5, [], {"a": "b"}, [{"name": "default"}])),
     *(("added_tokens_decoder", value) for value in (5, {"x": {}}, {"-1": {"content": "a"}})),
-    ("extra_special_tokens", [f"<{n}>" for n in range(100_000)]),
-    ("additional_special_tokens", [f"<{n}>" for n in range(100_000)]),
+    ("extra_special_tokens", Many(lambda many: [f"<{n}>" for n in range(many)], 100_000)),
+    ("additional_special_tokens", Many(lambda many: [f"<{n}>" for n in range(many)], 100_000)),
 ]
 
 

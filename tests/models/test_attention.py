@@ -12,13 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from kdtrain.errors import UsageError
 from kdtrain.models import attention
-from kdtrain.models.attention import (
-    CAUSAL,
-    block_mask,
-    dense_mask,
-    first_seen,
-    resolve_attention,
-)
+from kdtrain.models.attention import CAUSAL, block_mask, dense_mask, first_seen, resolve_attention
 from kdtrain.models.head import split
 from kdtrain.testing import SHAPES, tiny_model
 

@@ -116,10 +116,7 @@ def test_a_hub_id_is_a_spec_and_is_not_looked_up():
         ("specs/missing", "no such file or folder"),
         ("specs/notes.txt", "this is another file"),
         ("specs", "no config.json in this folder"),
-        (
-            "adapter",
-            "adapter holds an adapter; merge it into its base, or name that and add --load",
-        ),
+        ("adapter", "adapter holds an adapter; merge it into its base, or name that and add --load"),
         ("unexported", "no exported student; write one with 'kdtrain export unexported'"),
     ],
 )

@@ -48,10 +48,7 @@ def problem(n=24, d=6, vocab=23, padding=0, bias=False, scale=1.0, softcap=None,
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     # Rounded to fp32, so that fp32 and fp64 see the same numbers.
-    hidden, weight = (
-        normal(n, d).float().double(),
-        (size * normal(vocab + padding, d) / d**0.5).float().double(),
-    )
+    hidden, weight = (normal(n, d).float().double(), (size * normal(vocab + padding, d) / d**0.5).float().double())
     head = HeadPart(weight, normal(vocab + padding).float().double() if bias else None, scale, softcap)
     energies = torch.log_softmax(peak * normal(n, vocab), -1)
     labels = torch.randint(vocab, (n,), generator=g)

@@ -6,15 +6,7 @@ from objective_reference import HeadPart, problem, reference_kd, sparse
 
 from kdtrain.config.choices import DIVERGENCES, resolve_tail
 from kdtrain.errors import UsageError
-from kdtrain.objective.divergence import (
-    Divergence,
-    forward_kl,
-    jsd,
-    logit_mse,
-    parse,
-    refuse,
-    reverse_kl,
-)
+from kdtrain.objective.divergence import Divergence, forward_kl, jsd, logit_mse, parse, refuse, reverse_kl
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.statistics import Events
 
@@ -53,11 +45,7 @@ def sampled_events_by_hand(targets, logits, beta):
     ids = targets.ids.clamp(max=logits.shape[1] - 1)
     rest = logits.scatter(1, ids[:, : targets.top_k], -1e30)
     statistics = Statistics(
-        torch.logsumexp(rest, -1),
-        torch.logsumexp(beta * rest, -1),
-        logits.gather(1, ids),
-        logits[:, 0],
-        targets.top_k,
+        torch.logsumexp(rest, -1), torch.logsumexp(beta * rest, -1), logits.gather(1, ids), logits[:, 0], targets.top_k
     )
     return targets.events("sampled", statistics, beta)
 

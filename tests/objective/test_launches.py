@@ -59,11 +59,7 @@ def on_meta(p, targets):
     weight = leaf(p.head.weight, torch.float32)
     head = HeadPart(weight=weight)
     return dataclasses.replace(
-        p,
-        hidden=leaf(p.hidden, torch.bfloat16),
-        head=head,
-        labels=p.labels.to("meta"),
-        mask=p.mask.to("meta"),
+        p, hidden=leaf(p.hidden, torch.bfloat16), head=head, labels=p.labels.to("meta"), mask=p.mask.to("meta")
     ), None if targets is None else targets.to("meta")
 
 

@@ -56,13 +56,7 @@ class Model:
 STUDENT = Model("small", 50_000_000, in_layers=49_000_000)
 TEACHER = Model("large", 500_000_000, in_layers=490_000_000, weight_bytes=2)
 JOB = Job(
-    student=STUDENT,
-    teacher=TEACHER,
-    batch_size=16,
-    micro_batch_size=None,
-    seq_len=128,
-    chunk_rows=128,
-    compute_bytes=2,
+    student=STUDENT, teacher=TEACHER, batch_size=16, micro_batch_size=None, seq_len=128, chunk_rows=128, compute_bytes=2
 )
 CACHED = replace(JOB, teacher=None)
 
@@ -207,7 +201,7 @@ def test_whole_gradients_count_with_the_activations_under_ddp_and_while_micro_ba
     }
     assert {plan.moment for plan in held.values()} == {"head"}
     assert {name: plan.needs.get("gradients", 0.0) for name, plan in held.items()} == {
-        **{"one micro-batch": 0.0, "two": 4 * p, "DDP": 4 * p, "FSDP": 0.0, "FSDP, two": 4 * p, "FSDP, sharded": 2 * p},
+        **{"one micro-batch": 0.0, "two": 4 * p, "DDP": 4 * p, "FSDP": 0.0, "FSDP, two": 4 * p, "FSDP, sharded": 2 * p}
     }
 
 

@@ -1,17 +1,17 @@
 """The ways in which a run is broken off: where, how, and with which options; all of them, and a selection.
 
-The runs are 30 steps of 6 sequences over 40: an epoch ends inside step 7. Checkpoints come every 4 steps,
-validations every 3. In a run with a rollback the losses of batches 24 to 26 are 30 times what they were: the spike is
-confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken off after that, or
-shortly before the spike. Runs are in fp32, quantised, or in adaptive quantisation that falls back and returns: all
-ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come up. Those that are
-quantised come again with adapters. Runs without gradient accumulation have a fixed alpha.
+The runs are 30 steps of 6 sequences over 40, or 12 where nothing comes late: an epoch ends inside step 7. Checkpoints
+come every 4 steps, validations every 3. In a run with a rollback the losses of batches 24 to 26 are 30 times what they
+were: the spike is confirmed at step 26, the run goes back to step 20 and leaves batches 21 to 26 out, and it is broken
+off after that, or shortly before the spike. Runs are in fp32, quantised, or in adaptive quantisation that falls back
+and returns: all ways in fp32, and of the others as many as it takes for each pair of values of two dimensions to come
+up. Those that are quantised come again with adapters. Runs without gradient accumulation have a fixed alpha.
 """
 
 import itertools
 from dataclasses import astuple, dataclass, replace
 
-STEPS, BATCH, VALIDATION = 30, 6, 8
+BATCH, VALIDATION = 6, 8
 WHERE = ("mid-epoch", "epoch-end", "first-step", "validation", "twice", "before-the-spike")
 HOW = ("kill", "term", "raise")
 ACCUMULATION = (1, 3)
@@ -63,7 +63,7 @@ class Case:
         if self.where == "epoch-end":
             return [f"train.after-step:{self.how}:{27 if self.rollback else 7}"]
         if self.where == "before-the-spike":
-            return [f"train.after-step:{self.how}:22"]
+            return [f"train.after-step:{self.how}:{22 if self.rollback else 10}"]
         if self.where == "mid-epoch":
             micro_batches = (before + 3) * self.accumulation - (self.accumulation > 1)
             return [f"train.after-micro-batch:{self.how}:{micro_batches}"]
@@ -72,19 +72,12 @@ class Case:
 
 def argv(options: Options, out: str, asynchronous: bool = True) -> list[str]:
     """Return the command of a run with these options."""
-    accumulation, temperature, _, form = options
-    words = ["distill", "--cache", "cache", "--student", "student.toml", "--out", out, "--steps", str(STEPS)]
+    accumulation, temperature, rollback, form = options
+    steps = 30 if rollback or form == "adaptive" else 12  # adaptive runs fall back and return late
+    words = ["distill", "--cache", "cache", "--student", "student.toml", "--out", out, "--steps", str(steps)]
     words += ["--batch-size", str(BATCH), "--micro-batch-size", str(BATCH // accumulation), "--lr", "1e-2"]
-    words += [
-        "--warmup-steps",
-        "0",
-        "--checkpoint-freq",
-        "4",
-        "--eval-freq",
-        "3",
-        "--no-compile",
-        *(FORMATS | ADAPTERS)[form],
-    ]
+    words += ["--warmup-steps", "0", "--checkpoint-freq", "4", "--eval-freq", "3", "--no-compile"]
+    words += (FORMATS | ADAPTERS)[form]
     words += ["--log-to", "none", "--temperature", "2", "--temperature-mode", temperature]
     words += ["--alpha", "0.9"] if accumulation == 1 else []
     return words + ([] if asynchronous else ["--no-async-save"])

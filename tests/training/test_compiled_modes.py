@@ -49,10 +49,7 @@ def compiled(run, backend) -> None:
 
 def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = None) -> dict[str, torch.Tensor]:
     """Train; after the first step nothing may be compiled, and no switch may touch weights or moments."""
-    with (
-        workshop.run(name, steps=steps, model=MODEL, **CALM) as run,
-        contextlib.ExitStack() as stance,
-    ):
+    with workshop.run(name, steps=steps, model=MODEL, **CALM) as run, contextlib.ExitStack() as stance:
         compiled(run, backend)
         if begin_at is not None:
             found = load(workshop.folder / "whole" / "checkpoints" / f"step-{begin_at:08d}")

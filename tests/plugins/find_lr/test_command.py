@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Do once what costs most of a run of four steps: its plan of memory, and the collection of garbage."""
+    """Do once what costs most of a run of four steps: its plan of memory."""
     measured = {}
 
     def footprint(spec, **how):
@@ -39,7 +39,6 @@ def quick(monkeypatch):
         return measured[key]
 
     monkeypatch.setattr(memory_plan, "footprint_of", footprint)
-    monkeypatch.setattr(find_lr.gc, "collect", lambda: 0)
 
 
 def searched(workbench, out, *more, **how):

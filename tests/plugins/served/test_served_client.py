@@ -171,10 +171,7 @@ def test_an_answer_that_drips_is_ended_at_the_time_out(server, first):
 @pytest.mark.parametrize(
     "said, words",
     [
-        (
-            answer(b"x", headers="Content-Encoding: gzip\r\n"),
-            r"what is not the requested JSON \(.*\); tried 3 times",
-        ),
+        (answer(b"x", headers="Content-Encoding: gzip\r\n"), r"what is not the requested JSON \(.*\); tried 3 times"),
         (answer(b'{"error":"\xff"}', 500), "it answers 500: "),
     ],
     ids=["packed", "no text"],
