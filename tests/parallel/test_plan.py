@@ -23,6 +23,7 @@ from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.linear import Emulated
 from kdtrain.precision.modes import compiles_teacher
+from kdtrain.run.recipe import micro_batch
 from kdtrain.tables import size
 from kdtrain.testing import SHAPES
 
@@ -136,8 +137,9 @@ def test_a_job_that_does_not_fit_is_refused_in_one_line_with_numbers_and_what_wo
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(size):
+    options = DistillConfig(student="s", out="o", cache="c", parallel=ParallelConfig(shard_size=size))
     with pytest.raises(UsageError, match=f"--shard-size {size} does not divide 4 ranks"):
-        choose(ParallelConfig(shard_size=size), 4, online=False)
+        micro_batch(options, 4, None, None)
     assert choose(ParallelConfig(shard_size=2, parallel="fsdp"), 4, online=False).shard_size == 2
 
 
