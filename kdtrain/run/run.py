@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ class Run:
     def _find(self, wanted: str) -> str | None:
         """Find the checkpoint to resume from; None where `auto` finds none, or `latest` not even a damaged one."""
         store = self.trainer.store
-        found = start_of(store, wanted, partial(warn_early, "damaged-checkpoint"))
+        found = start_of(store, wanted, lambda text: warn_early("damaged-checkpoint", text))
         if found is not None:
             return str(found.resolve())
         text = f"NO VALID CHECKPOINT in {store.folder}: STARTING FROM THE BEGINNING"

@@ -125,4 +125,4 @@ def test_the_floor_is_the_entropy_of_what_follows_equal_beginnings(rows, mask, s
     mask = torch.ones(shape, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
     segments = torch.zeros(shape, dtype=torch.int64) if segments is None else torch.tensor(segments)
     cut = [Batch(*(each[part] for each in (tokens, mask, segments)), None) for part in (slice(0, 2), slice(2, None))]
-    assert sanity.entropy_floor(cut, by_document) == pytest.approx(floor)
+    assert entropy_floor(cut, by_document) == pytest.approx(floor)
