@@ -61,8 +61,6 @@ CACHE_LOGITS = 6.0
 """Tensors as large as a batch of logits that exist at once while a teacher is cached."""
 GIB = 2**30
 MIB = 2**20
-MOMENTS = ("teach", "head", "backward")
-"""When a rank's memory can be largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +174,8 @@ def choose(
     online: a teacher runs while the student trains. job: the sizes; nothing is estimated or refused without it.
     free: free bytes of each device; nothing is refused without it. proposed: see `propose`.
 
-    UsageError: the job does not fit (with the numbers and what would help), or `shard_size` does not divide the ranks.
+    UsageError: the job does not fit (with the numbers and what would help).
     """
-    if world > 1 and options.shard_size is not None and world % options.shard_size:
-        raise UsageError(f"--shard-size {options.shard_size} does not divide {world} ranks; choose one that does")
     plans = [estimated(plan, job, world) if job else plan for plan in _candidates(options, world, online, job)]
     if job is None or free is None:
         return plans[0]
@@ -261,7 +257,7 @@ def estimated(plan: MemoryPlan, job: Job, world: int) -> MemoryPlan:
 
 
 def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, float]]:
-    """Return the bytes by part at each moment, from a table that has a part's bytes at each of `MOMENTS`."""
+    """Return the bytes by part at each moment at which a rank's memory can be largest."""
     student = job.student
     teacher = job.teacher
     tokens = job.micro(world) * job.seq_len
@@ -274,22 +270,24 @@ def _moments(plan: MemoryPlan, job: Job, world: int) -> dict[str, dict[str, floa
     if shared > 1:
         layers = 2 * job.compute_bytes * student.in_layers / max(student.layers, 1)
         gathered = 4.0 * (student.parameters - student.in_layers) + layers
-    parts = {
-        "weights and moments": [masters + student.frozen_bytes * student.frozen / shared] * 3,
-        "snapshots": [job.snapshots * masters] * 3,
-        "copy for the save": [masters if job.copies else 0.0] * 3,
-        "teacher": [held] * 3,
-        "gathered": [gathered] * 3,
-        "gradients": _gradients(plan, job, world, shared),
-        "teacher's forward": [forward, 0.0, 0.0],
-        "activations": [0.0, _activations(job, tokens, shared), _of_a_layer(student, tokens)],
-        "output head": [0.0, _output_head(job, tokens), 0.0],
+    always = {
+        "weights and moments": masters + student.frozen_bytes * student.frozen / shared,
+        "snapshots": job.snapshots * masters,
+        "copy for the save": masters if job.copies else 0.0,
+        "teacher": held,
+        "gathered": gathered,
     }
-    return {moment: {name: each[at] for name, each in parts.items()} for at, moment in enumerate(MOMENTS)}
+    first, added, last = _gradients(plan, job, world, shared)
+    activations, head = _activations(job, tokens, shared), _output_head(job, tokens)
+    return {
+        "teach": {**always, "gradients": first, "teacher's forward": forward},
+        "head": {**always, "gradients": added, "activations": activations, "output head": head},
+        "backward": {**always, "gradients": last, "activations": _of_a_layer(student, tokens)},
+    }
 
 
-def _gradients(plan: MemoryPlan, job: Job, world: int, shared: int) -> list[float]:
-    """Return the bytes of gradients at each of `MOMENTS`; shared: ranks that share a copy of the student."""
+def _gradients(plan: MemoryPlan, job: Job, world: int, shared: int) -> tuple[float, float, float]:
+    """Return the bytes of gradients at each moment; shared: ranks that share a copy of the student."""
     student = job.student
     whole = last = 4.0 * student.trained
     adds_up = plan.student == "ddp" or job.batch_size > job.micro(world) * world
@@ -300,7 +298,7 @@ def _gradients(plan: MemoryPlan, job: Job, world: int, shared: int) -> list[floa
         last += 4.0 * student.vocabulary * student.width  # of the embedding
     before = whole if plan.accumulate == "whole" else whole / shared
     # DDP's buckets, of which gradients are views, exist from the first step on.
-    return [whole if plan.student == "ddp" else 0.0, before if adds_up else 0.0, last]
+    return whole if plan.student == "ddp" else 0.0, before if adds_up else 0.0, last
 
 
 def _activations(job: Job, tokens: int, shared: int) -> float:
@@ -422,7 +420,7 @@ def job_of(
     """
     on_gpu = device.type == "cuda"
     how = {"seq_len": seq_len, "mode": mode, "on_gpu": on_gpu, "freeze_head": config.freeze_head}
-    measured = student_footprint(student, vocab_size, **how)
+    measured = footprint_of(student, vocab_size=_vocabulary(student, vocab_size), trained=True, **how)
     if measured is None or (config.online and teacher is None):
         return None
     narrow = head_dtype(mode)
@@ -446,11 +444,6 @@ def job_of(
     )
     ranks = config.parallel.tensor_parallel
     return job if ranks == 1 else job.cut(ranks, config.parallel.cuts_rows(seq_len, config.objective))
-
-
-def student_footprint(student: ModelSpec, vocab_size: int | None, **how: Any) -> ModelFootprint | None:
-    """Call `footprint_of` for a student; vocab_size: of the data, None: of its tokenizer, if its spec names none."""
-    return footprint_of(student, vocab_size=_vocabulary(student, vocab_size), trained=True, **how)
 
 
 def student_parameters(student: ModelSpec, vocab_size: int | None) -> int:

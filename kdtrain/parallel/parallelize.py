@@ -322,13 +322,11 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Payload in bytes and calls of one step on one rank, by collective."""
+    """Payload in bytes of one step on one rank, by collective."""
 
     all_reduce: float = 0.0
     all_gather: float = 0.0
     reduce_scatter: float = 0.0
-    calls: dict[str, int] | None = None
-    """If they are known in advance."""
 
     def sent(self, sharing: int, replicas: int = 1) -> float:
         """Return the bytes a rank sends over rings: of `sharing` ranks for shards, of `replicas` for all-reduces."""
@@ -365,15 +363,12 @@ def fsdp(
     """
     inside = sum(padded(shape, sharing) for layer in layers for shape in layer)
     outside = sum(padded(shape, sharing) for shape in root)
-    groups = len(layers) + 1
     scatters = micro_batches if accumulate == "sharded" else 1
     trained = inside + outside - sum(padded(shape, sharing) for shape in frozen)
-    calls = {"all_gather": micro_batches * (2 * groups - 1), "reduce_scatter": scatters * groups}
     return Traffic(
         all_gather=micro_batches * (2.0 * gathered * inside + 4.0 * outside),
         reduce_scatter=scatters * 4.0 * trained,
         all_reduce=4.0 * trained / sharing if replicas > 1 else 0.0,
-        calls=calls | ({"all_reduce": groups} if replicas > 1 else {}),
     )
 
 

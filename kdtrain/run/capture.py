@@ -74,10 +74,8 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
     ordered: of a run that reads it meanwhile. Returns, with --dry-run, what the cache will hold and take.
     """
     on_main(lambda: refuse_no_folder(config.out))
-    layout = None
     tensor = config.parallel.teacher_tensor_parallel
-    if tensor > 1:
-        layout = RankLayout.of_ranks(device, tensor, option="--teacher-tensor-parallel")
+    layout = RankLayout.of_ranks(device, tensor, option="--teacher-tensor-parallel")
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
         seq_len = config.data.seq_len if refined is None else refined.manifest.settings.seq_len
@@ -91,7 +89,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
             log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
             mode = pick_mode(before, device)
         teacher = open_teacher(spec, device, mode)
-        if layout is not None:
+        if tensor > 1:
             teacher.cut(layout, alike=1)
         if remote is not None:
             remote.connect(teacher, config.codec)
@@ -143,8 +141,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
         rows = validation_rows(config, teacher, refined, MEASURED) if measured else ()
         teacher.pack(rows, document_mask=document_mask)
     # the shapes of decoding change with every step, and a compiled layer with each of them
-    mesh = (layout or RankLayout.of_ranks(device)).mesh if sharded else None
-    teacher.prepare(mesh=mesh, compile=config.compile and not config.text.generate)
+    teacher.prepare(mesh=layout.mesh if sharded else None, compile=config.compile and not config.text.generate)
     if config.dry_run:
         return _plan(config, teacher, refined, model, "")
     over = f" over {source}" if (source := config.data.data or config.refine) else ""

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,14 +31,7 @@ from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.targets import ANY_T
 from kdtrain.parallel.layout import RankLayout
-from kdtrain.parallel.memory_plan import (
-    Job,
-    MemoryPlan,
-    fitting_micro_batch,
-    job_of,
-    plan_run,
-    student_parameters,
-)
+from kdtrain.parallel.memory_plan import Job, MemoryPlan, fitting_micro_batch, job_of, plan_run, student_parameters
 from kdtrain.precision.formats import Formats, formats_of
 from kdtrain.precision.modes import why_not_compile, why_not_tf32
 from kdtrain.ranks import free_everywhere, is_main, on_main, pick_device, raise_on_all_ranks, reported
@@ -179,46 +171,26 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     if on_main(lambda: restarted(given)):
         given = replace(given, checkpoint=replace(given.checkpoint, resume="auto"))
     attention, rate, alpha = on_main(lambda: saved_choices(given, earlier or given.out))  # before the plan of memory
-    free = free_everywhere(device, given.parallel.device_memory)
+    free = free_everywhere(device, own.device_memory)
     with raise_on_all_ranks():
         for name, text in given.monitor.loggers:
             LOGGERS.get(name).ready(text)
-        student = student_spec(given)
-        formats = formats_of(given.precision, given.quantization, device)
-        student = with_base_weights(given, student, formats, device)
-        teacher = open_run_teacher(given, student, formats, device, teachers)
-    data = PlanRequest(
-        config=given,
-        student=student,
-        teacher=teacher,
-        device=device,
-        held=held,
-        trial=earlier is not None,
-        capturing=partial(capturing_of, given, student, device),
-        names=(*given.plans,),
-    ).next()
+        request, formats = open_models(given, device, teachers, held=held, trial=earlier is not None)
+    teacher = request.teacher
+    data = request.next()
     masked = on_main(data.masked)
     with raise_on_all_ranks():
         facts = data.facts
-        size = None
-        if facts is not None:
-            size = facts.vocab_size
-        elif teacher is not None:
-            size = teacher.vocab_size
-        seq_len = given.data.seq_len if facts is None else facts.seq_len
-        _refuse_other_tokenizer(given, student, teacher, facts)
+        seq_len, size = lengths(request, facts)
+        _refuse_other_tokenizer(request, facts)
         compiles = _compiles(given, device)
-        if student.attention != "auto" or attention is None:
-            attention = student.attention
+        if request.student.attention != "auto" or attention is None:
+            attention = request.student.attention
         attention = resolve_attention(
             attention, device, formats.high, compiled=compiles, length=seq_len, document_mask=masked
         )
-        student = replace(student, attention=attention)
-        footprint = None if teacher is None else teacher.footprint(seq_len)
-        job = job_of(given, formats.high, device, student, seq_len, size, footprint)
-        micro = micro_batch(given, layout.data_size, job, free)
-        can_cut = partial(tensor_ranks_fit, given, student, size, facts, formats)
-        plan = plan_run(given, job and replace(job, micro_batch_size=micro), free, can_cut)
+        request = replace(request, student=replace(request.student, attention=attention))
+        plan, micro = plan_memory(request, facts, formats, layout.data_size, free)
         together = plan.teacher == "fsdp" or own.teacher_tensor_parallel > 1
         if facts is not None and facts.alignment is not None and teacher is not None and together:
             raise UsageError(
@@ -226,8 +198,8 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
                 "cut over ranks; use --teacher-parallel replicate without --teacher-tensor-parallel, or a cache"
             )
         with_bounds(given.objective, facts, teacher is not None)
-        refuse_with_tensor_ranks(given, student, size, facts, formats)
-        lr, lr_from = _rate(given, student, size, rate)
+        refuse_with_tensor_ranks(request, facts, formats)
+        lr, lr_from = _rate(given, request.student, size, rate)
     on_main(lambda: _look(given))
     resumed = held.enter_context(run_lock(given)) if earlier is None else False
     if teacher is not None:
@@ -251,7 +223,7 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
         device=device,
         layout=layout,
         resumed=resumed,
-        student=student,
+        student=request.student,
         teacher=teacher,
         sources=sources,
         data=data,
@@ -263,64 +235,103 @@ def resolve(given: DistillConfig, device: torch.device, held: ExitStack, earlier
     )
 
 
-def open_run_teacher(
-    config: DistillConfig, student: ModelSpec, formats: Formats, device: torch.device, layout: RankLayout
-) -> "OnlineTeacher | None":
-    """Open the online teacher, without its weights, for the ranks of `layout`; None in a run without one."""
-    if config.teacher is None or not config.online:
-        return None
-    from kdtrain.teaching.online import OnlineTeacher
+def open_models(
+    config: DistillConfig,
+    device: torch.device,
+    teachers: RankLayout,
+    *,
+    held: ExitStack,
+    trial: bool,
+    planned: torch.device | None = None,
+) -> tuple[PlanRequest, Formats]:
+    """Open student and online teacher, without their weights, as the request of the run's data; choose the formats.
 
-    spec = teacher_spec(config.teacher, student)
-    spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
-    teacher = OnlineTeacher.open(spec, device, formats.high)
-    if config.parallel.teacher_tensor_parallel > 1:
-        teacher.cut(layout, alike=min(layout.tensor_size, config.parallel.tensor_parallel))
-    return teacher
+    teachers: the ranks that compute a forward of the teacher together. held, trial: of `PlanRequest`. planned: the
+    device of the teacher in a plan for other machines.
+    """
+    student = student_spec(config)
+    formats = formats_of(config.precision, config.quantization, device)
+    student = with_base_weights(config, student, formats, device)
+    teacher = None
+    if config.teacher is not None and config.online:
+        from kdtrain.teaching.online import OnlineTeacher
+
+        spec = teacher_spec(config.teacher, student)
+        spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
+        teacher = OnlineTeacher.open(spec, planned or device, formats.high)
+        if config.parallel.teacher_tensor_parallel > 1:
+            teacher.cut(teachers, alike=min(teachers.tensor_size, config.parallel.tensor_parallel))
+
+    def capturing(of_cache: CacheTeacherConfig) -> Callable[[Ordered], None]:
+        from kdtrain.run import capture  # a run that captures nothing does without
+
+        return capture.capturing(config, student, device, of_cache)
+
+    request = PlanRequest(
+        config=config,
+        student=student,
+        teacher=teacher,
+        device=device,
+        held=held,
+        trial=trial,
+        capturing=capturing,
+        names=(*config.plans,),
+    )
+    return request, formats
 
 
-def _refuse_other_tokenizer(
-    config: DistillConfig, student: ModelSpec, teacher: "OnlineTeacher | None", facts: Facts | None
-) -> None:
+def lengths(request: PlanRequest, facts: Facts | None) -> tuple[int, int | None]:
+    """Return the tokens of a sequence and of the vocabulary; without facts of the data the latter may be unknown."""
+    if facts is not None:
+        return facts.seq_len, facts.vocab_size
+    return request.config.data.seq_len, None if request.teacher is None else request.teacher.vocab_size
+
+
+def plan_memory(
+    request: PlanRequest, facts: Facts | None, formats: Formats, ranks: int, free: float | None
+) -> tuple[MemoryPlan, int]:
+    """Return the plan of memory on so many data ranks, and the sequences in a forward. UsageError: it does not fit.
+
+    free: see `free_everywhere`.
+    """
+    config, teacher = request.config, request.teacher
+    seq_len, size = lengths(request, facts)
+    footprint = None if teacher is None else teacher.footprint(seq_len)
+    job = job_of(config, formats.high, request.device, request.student, seq_len, size, footprint)
+    micro = micro_batch(config, ranks, job, free)
+
+    def can_cut(tensor: int) -> bool:
+        cut = replace(config, parallel=replace(config.parallel, tensor_parallel=tensor))
+        try:
+            refuse_with_tensor_ranks(replace(request, config=cut), facts, formats)
+        except UsageError:
+            return False
+        return True
+
+    return plan_run(config, job and replace(job, micro_batch_size=micro), free, can_cut), micro
+
+
+def _refuse_other_tokenizer(request: PlanRequest, facts: Facts | None) -> None:
     """Refuse a student with another tokenizer than the data have, or the teacher of text that is not packed yet."""
-    theirs = None
+    student, theirs = request.student, None
     if facts is not None:
         theirs = facts.tokenizer_digest
-    elif teacher is not None:
-        theirs = tokenizer_digest(teacher.tokenizer)
+    elif request.teacher is not None:
+        theirs = tokenizer_digest(request.teacher.tokenizer)
     if student.init == "pretrained":
         ask_config(student)  # a model that is refused is not refused for its tokenizer
     meaning = "the ids are taken to mean the same, and the student gets the teacher's tokenizer"
-    with allowing(config, "tokenizer", meaning):
+    with allowing(request.config, "tokenizer", meaning):
         own = digest_of(student if student.tokenizer or student.init == "pretrained" else None)
         refuse_tokenizer(own, theirs)
 
 
-def refuse_with_tensor_ranks(
-    config: DistillConfig, student: ModelSpec, vocab_size: int | None, facts: Facts | None, formats: Formats
-) -> None:
-    """Refuse what tensor parallelism is not made for, where the options ask for it."""
-    if config.parallel.tensor_parallel > 1:
+def refuse_with_tensor_ranks(request: PlanRequest, facts: Facts | None, formats: Formats) -> None:
+    """Raise a UsageError if a run has tensor ranks, and what they are not made for."""
+    if request.config.parallel.tensor_parallel > 1:
         from kdtrain.parallel.tensor import refuse_with  # which other runs do not load
 
-        refuse_with(config, student, vocab_size, facts, formats)
-
-
-def tensor_ranks_fit(
-    config: DistillConfig,
-    student: ModelSpec,
-    vocab_size: int | None,
-    facts: Facts | None,
-    formats: Formats,
-    ranks: int,
-) -> bool:
-    """Whether so many tensor ranks could cut the student of a run."""
-    try:
-        config = replace(config, parallel=replace(config.parallel, tensor_parallel=ranks))
-        refuse_with_tensor_ranks(config, student, vocab_size, facts, formats)
-    except UsageError:
-        return False
-    return True
+        refuse_with(request.config, request.student, lengths(request, facts)[1], facts, formats)
 
 
 def _rate(
@@ -569,15 +580,6 @@ def _refuse_divergence(objective: ObjectiveConfig, targets: list[tuple[int, int,
             f"{objective.divergence} over whole distributions, whose loss grows with T without limit; use "
             "--temperature-mode fixed, another --divergence, or a sparse cache"
         )
-
-
-def capturing_of(
-    run: DistillConfig, student: ModelSpec, device: torch.device, config: CacheTeacherConfig
-) -> Callable[[Ordered], None]:
-    """Return `run.capture.capturing` of a run."""
-    from kdtrain.run.capture import capturing  # a run that captures nothing does without
-
-    return capturing(run, student, device, config)
 
 
 def _compiles(config: DistillConfig, device: torch.device) -> bool:

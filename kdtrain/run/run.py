@@ -37,7 +37,7 @@ from kdtrain.run.folder import (
 )
 from kdtrain.run.model_card import card_files
 from kdtrain.run.recipe import PARTS, Recipe, allowing
-from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, student_at, written_parameters
+from kdtrain.run.saved_student import checkpoint_of, merged_line, origin_of, start_of, student_at, written_parameters
 from kdtrain.tables import finite, show
 from kdtrain.training.schedule import learning_rate, warmup_steps
 from kdtrain.training.state import Progress, load_saved
@@ -93,6 +93,12 @@ class Run:
         from kdtrain.models.frozen import whole_size
 
         return whole_size(model)
+
+    @property
+    def micro_batches(self) -> str:
+        """The micro-batches of a step on a rank, in words."""
+        several = "es" if self.trainer.stepper.micros > 1 else ""
+        return f"{self.trainer.stepper.micros} micro-batch{several} of {self.trainer.stepper.micro}"
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -165,13 +171,9 @@ class Run:
     def _find(self, wanted: str) -> str | None:
         """Find the checkpoint to resume from; None where `auto` finds none, or `latest` not even a damaged one."""
         store = self.trainer.store
-        if not store.may_begin(wanted):
-            return str(store.choose(wanted))
-        name, damaged = store.newest_valid()
-        for text in damaged:
-            warn_early("damaged-checkpoint", text)
-        if name is not None:
-            return str(store.path(name).resolve())
+        found = start_of(store, wanted, lambda text: warn_early("damaged-checkpoint", text))
+        if found is not None:
+            return str(found.resolve())
         text = f"NO VALID CHECKPOINT in {store.folder}: STARTING FROM THE BEGINNING"
         if renamed := store.set_aside_damaged():
             text += f"; renamed the damaged ones {', '.join(renamed)}; nothing was deleted"
@@ -365,10 +367,7 @@ class Run:
         if (warmup := warmup_steps(recipe.total, config.optimizer)) < config.optimizer.warmup_steps:
             lines.append(f"warm-up of {warmup} steps, half of the run, not {config.optimizer.warmup_steps}")
         if world_size() > 1:
-            several = "es" if trainer.stepper.micros > 1 else ""
-            micros, micro = trainer.stepper.micros, trainer.stepper.micro
-            step = f"each step {micros} micro-batch{several} of {micro} sequences on each"
-            lines.append(f"{recipe.layout}, {recipe.plan}: {step}")
+            lines.append(f"{recipe.layout}, {recipe.plan}: each step {self.micro_batches} sequences on each")
         enabled = "[TimeResume] Adaptive quantization training enabled" if trainer.state.adaptive is not None else ""
         resumed = f"resuming from {loaded}" if loaded is not None else ""
         anew = config.checkpoint.resume == "latest" and not recipe.resumed

@@ -1,6 +1,6 @@
 """The student that a run or a checkpoint holds, built again on its base."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -223,6 +223,16 @@ def checkpoint_of(run: Path, wanted: str) -> Path:
         wanted = "latest"
         log.info("%s has no best checkpoint yet; taking the newest", run)
     return store.choose(wanted)
+
+
+def start_of(store: Store, wanted: str, warn: Callable[[str], object]) -> Path | None:
+    """Return the checkpoint from which `--resume` starts; None: from the beginning. warn: takes a damaged one."""
+    if not store.may_begin(wanted):
+        return store.choose(wanted)
+    name, damaged = store.newest_valid()
+    for text in damaged:
+        warn(text)
+    return None if name is None else store.path(name)
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -56,6 +56,7 @@ from kdtrain.run.folder import existing_parent, refuse_changes, trial_folder, wr
 from kdtrain.run.planned import plan_ranks
 from kdtrain.run.recipe import Recipe, resolve, run_device
 from kdtrain.run.run import Run
+from kdtrain.run.saved_student import start_of
 from kdtrain.tables import Table
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.reporter import gradients_of
@@ -153,16 +154,9 @@ def _begins(config: DistillConfig, run: Run) -> str:
     """Describe where the run would start, given the present contents of its folder."""
     if config.checkpoint.resume == "never" or not is_run(config.out):
         return "from the beginning" if config.checkpoint.load is None else f"with {config.checkpoint.load}"
-    store = Store(config.out / "checkpoints")
-    if not store.may_begin(config.checkpoint.resume):
-        path = store.choose(config.checkpoint.resume)
-    else:
-        name, damaged = store.newest_valid()
-        for text in damaged:
-            log.warning(text)
-        if name is None:
-            return "from the beginning"
-        path = store.path(name)
+    path = start_of(Store(config.out / "checkpoints"), config.checkpoint.resume, log.warning)
+    if path is None:
+        return "from the beginning"
     if not run.recipe.data.apart:
         saved = read_saved(path)
         refuse_changes(saved["options"], run.recipe.config, config.out, path.name, but=run.same(saved))
@@ -172,8 +166,6 @@ def _begins(config: DistillConfig, run: Run) -> str:
 def _plan(run: Run) -> dict[str, Any]:
     trainer, recipe, config, student = run.trainer, run.recipe, run.recipe.config, run.trainer.student
     each = f" on each of {world_size()} ranks" if world_size() > 1 else ""
-    several = "es" if trainer.stepper.micros > 1 else ""
-    micro_batches = f"{trainer.stepper.micros} micro-batch{several} of {trainer.stepper.micro}"
     sequences = len(trainer.stepper.source)
     seq_len = recipe.facts.seq_len
     sent = gigabytes_sent(student.model, recipe, trainer.stepper.micros)
@@ -189,7 +181,7 @@ def _plan(run: Run) -> dict[str, Any]:
         **({"quantised": list(run.quantised)} if run.quantised else {}),
         "compiled": student.compile_objective,
         "steps": trainer.total,
-        "batch": f"{config.batch_size} x {seq_len} tokens, {micro_batches}{each}",
+        "batch": f"{config.batch_size} x {seq_len} tokens, {run.micro_batches}{each}",
         "sequences": {"train": sequences, "validation": len(trainer.validation_source)},
         **({"caches": recipe.members} if recipe.members else {}),
         "epochs": round(trainer.total * config.batch_size / sequences, 3),

@@ -12,7 +12,7 @@ from kdtrain.models.adapters import inject
 from kdtrain.models.attention import CAUSAL
 from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import footprint, memory_plan
-from kdtrain.parallel.footprint import model_footprint
+from kdtrain.parallel.footprint import footprint_of, model_footprint
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
 
@@ -36,7 +36,7 @@ def test_the_parameters_of_a_student_that_does_not_run_without_numbers_are_count
 
     monkeypatch.setattr(footprint, "_forward", refuses)
     student = spec("llama")
-    assert memory_plan.student_footprint(student, 300, seq_len=8, mode="fp32") is None
+    assert footprint_of(student, vocab_size=300, trained=True, seq_len=8, mode="fp32") is None
     assert memory_plan.student_parameters(student, 300) == sum(each.numel() for each in tiny_model().parameters())
 
 

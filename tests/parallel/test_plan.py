@@ -23,6 +23,7 @@ from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.formats import Formats
 from kdtrain.precision.linear import Emulated
 from kdtrain.precision.modes import compiles_teacher
+from kdtrain.run.recipe import micro_batch
 from kdtrain.tables import size
 from kdtrain.testing import SHAPES
 
@@ -128,10 +129,11 @@ def test_a_job_that_does_not_fit_is_refused_in_one_line_with_numbers_and_what_wo
     assert [each for each in said if each not in line] == [], line
 
 
-@pytest.mark.parametrize("size", [3, 8])
-def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(size):
-    with pytest.raises(UsageError, match=f"--shard-size {size} does not divide 4 ranks"):
-        choose(ParallelConfig(shard_size=size), 4, online=False)
+def test_the_ranks_that_share_a_copy_are_those_of_the_option_if_they_divide_all():
+    for number in (3, 8):
+        options = DistillConfig(student="s", out="o", cache="c", parallel=ParallelConfig(shard_size=number))
+        with pytest.raises(UsageError, match=f"--shard-size {number} does not divide 4 ranks"):
+            micro_batch(options, 4, None, None)
     assert choose(ParallelConfig(shard_size=2, parallel="fsdp"), 4, online=False).shard_size == 2
 
 

@@ -24,7 +24,6 @@ def test_fsdp_gathers_layers_twice_and_the_root_once_a_micro_batch_and_scatters_
     found = parallelize.fsdp([LAYER, LAYER], ROOT, sharing=2, micro_batches=micros, gathered=2)
     assert found.all_gather == micros * (2 * 2 * 2 * 28 + 4 * 40)
     assert found.reduce_scatter == 4 * (2 * 28 + 40)
-    assert found.calls == {"all_gather": 5 * micros, "reduce_scatter": 3}
     assert found.sent(2) == (found.all_gather + found.reduce_scatter) / 2
 
 
@@ -32,7 +31,7 @@ def test_gradients_that_are_added_up_in_shards_travel_with_each_micro_batch_and_
     options = {"sharing": 2, "replicas": 2, "micro_batches": 3, "gathered": 4}
     found = parallelize.fsdp([LAYER], ROOT, accumulate="sharded", **options)
     whole = parallelize.fsdp([LAYER], ROOT, **options)
-    assert (found.reduce_scatter, found.calls["reduce_scatter"]) == (3 * whole.reduce_scatter, 3 * 2)
+    assert found.reduce_scatter == 3 * whole.reduce_scatter
     assert (found.all_reduce, found.all_gather) == (whole.all_reduce, whole.all_gather)
 
 
@@ -45,7 +44,6 @@ def test_parts_are_padded_to_the_number_of_ranks():
 def test_copies_of_a_sharded_model_reduce_their_parts():
     found = parallelize.fsdp([LAYER], ROOT, sharing=2, replicas=2, micro_batches=1, gathered=4)
     assert found.all_reduce == 4 * (28 + 40) / 2
-    assert found.calls["all_reduce"] == 2
 
 
 @pytest.mark.parametrize("world", [2, 4])
