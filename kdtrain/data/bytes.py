@@ -53,10 +53,10 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", 
 
 @functools.cache
 def byte_letters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary: 33-126, 161-172, 174-255, then the others."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    """Return the byte of each character of a byte-level vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,14 +159,11 @@ class LogitAnswers(ShardAnswers):
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
         """Return a batch as `ShardAnswers.rows` does, with the teacher's logits to encode."""
-        tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
-        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self._settings.document_mask else None
-        with torch.no_grad():
-            return self.encoded(rows, self.logits(tokens_BT, segments_BT))
-
-    def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
-        """Return a batch with these logits to encode, as `rows` does."""
         settings = self._settings
+        tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
+        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if settings.document_mask else None
+        with torch.no_grad():
+            logits_BTV = self.logits(tokens_BT, segments_BT)
         held = [logits_BTV]
         ready = self._side.ready(logits_BTV)
         assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"
