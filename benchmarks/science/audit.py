@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -210,13 +210,10 @@ class Study:
         del kept["broken"]
         coding = Coding.fit(tokens, kept, spec)
         stored = coding.pack(tokens, kept)
-        rows = zip(tokens, stored["ids"], stored["numbers"], strict=True)
-        arrays = unpack([(coding, *row) for row in rows])
+        arrays = unpack([(coding, *row) for row in zip(tokens, stored["ids"], stored["numbers"], strict=True)])
         if order is not None:
             arrays = {name: values[order] for name, values in arrays.items()}
-        decoded = decode(arrays, spec)
-        assert isinstance(decoded, SparseTargets)
-        return decoded
+        return cast(SparseTargets, decode(arrays, spec))
 
     def scored(self, logits_BTV: Tensor, codec: str, seed: int, order: np.ndarray | None = None) -> list[Evidence]:
         """Score each row of the pool by the right teacher."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.compression import Arrays
-from kdtrain.cache.format.manifest import CacheSettings, end_tokens
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.data.packed import PackedRow
@@ -81,7 +81,7 @@ class ShardRows:
             most = sum(filter(None, limits))
             left = duration(seconds / len(self) * most / world_size())
             log.info("the first %s texts took %s: %s take about %s", len(self), duration(seconds), most, left)
-        cut = finish_reasons(self.tokens, self.loss_mask, end_tokens(settings)).count("length")
+        cut = finish_reasons(self.tokens, self.loss_mask, settings.end_tokens).count("length")
         if 2 * cut > len(self):
             room = "--max-new-tokens or --seq-len gives more room"
             log.warning("%s of the first %s texts were cut before their end; %s", cut, len(self), room)

@@ -293,7 +293,7 @@ class CacheWriter:
         path = cache_format.shard_path(self.out, cache_format.shard_name(split, number // self.sequences_per_shard))
         spec = self._builder.settings.codec
         with shard_errors(path), closing(Shard(path, spec)) as shard:
-            stored = batch_of([shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
+            stored = batch_of([shard.read(np.array([number % self.sequences_per_shard]))], spec)
         assert stored.targets is not None
         labels = torch.from_numpy(tokens_T[1:].astype(np.int64)).to(answer.device)
         now = answer.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu()
