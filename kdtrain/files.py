@@ -38,9 +38,6 @@ from kdtrain.errors import RunError, UsageError, log, making, printable, writing
 
 T = TypeVar("T")
 
-PUBLISH_POINTS = ("before-fsync", "before-rename", "before-folder-fsync", "after-publish")
-"""The fault points of one `published` file, in order; the full name is LABEL.POINT."""
-
 SMALL = 2**20
 """Most bytes of a settings file or a record of one shard."""
 MEDIUM = 2**25
@@ -230,7 +227,7 @@ def _check_sum(text: str) -> str:
 def published(path: Path, label: str) -> Iterator[Path]:
     """Yield the name to write to; then publish it as `path`, complete on the disk. An error leaves no file.
 
-    path: in a folder that kdtrain wrote; an earlier file is replaced. label: names the fault points.
+    path: in a folder that kdtrain wrote; an earlier file is replaced. label: names the fault points, LABEL.POINT.
 
     RunError: the disk is full, the folder is read-only, ...; an earlier file at `path` is untouched.
     """

@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from benchmarks.harness import RESULTS, TEACHER, write
 from benchmarks.harness.machine import commit, machine
 from benchmarks.harness.models import packed, token_tensor
 from kdtrain.cache.format.codec import decode, draw_points, encode_sequences
-from kdtrain.cache.format.compression import Coding
+from kdtrain.cache.format.compression import Coding, unpack
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import OTHER_ROWS, other_row
 from kdtrain.models.spec import read_spec
@@ -200,12 +200,11 @@ class Study:
         kept = encode_sequences(logits_BTV, self.tokens[:, 1:], spec, seed=seed, split="train", first=0)
         del kept["broken"]
         coding = Coding.fit(tokens, kept, spec)
-        arrays = coding.unpack(tokens, coding.pack(tokens, kept))
+        stored = coding.pack(tokens, kept)
+        arrays = unpack([(coding, *row) for row in zip(tokens, stored["ids"], stored["numbers"], strict=True)])
         if order is not None:
             arrays = {name: values[order] for name, values in arrays.items()}
-        decoded = decode(arrays, spec)
-        assert isinstance(decoded, SparseTargets)
-        return decoded
+        return cast(SparseTargets, decode(arrays, spec))
 
     def scored(self, logits_BTV: Tensor, codec: str, seed: int, order: np.ndarray | None = None) -> list[Evidence]:
         """Score each row of the pool by the right teacher."""

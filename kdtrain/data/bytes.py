@@ -53,10 +53,10 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", 
 
 @functools.cache
 def byte_letters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary: 33-126, 161-172, 174-255, then the others."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    """Return the byte of each character of a byte-level vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +78,7 @@ class TokenBytes:
         name = f"the tokenizer {printable(str(getattr(tokenizer, 'name_or_path', '')))}".rstrip()
         if isinstance(tokenizer, str | Path):
             raise UsageError(f"'{printable(str(tokenizer))[:120]}' is a path; give AutoTokenizer.from_pretrained of it")
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise UsageError(f"{name} has no fast backend; use one whose folder holds a tokenizer.json")
+        backend = _fast_backend(tokenizer, name)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         if len({*vocabulary.values()}) < len(vocabulary):
             raise UsageError(f"{name} has two tokens of one id; mend its vocabulary")
@@ -187,6 +185,26 @@ def _spelling(name: str, content: dict[str, Any]) -> tuple[_Spell, _Spell]:
     return of_pieces, of_pieces
 
 
+def _fast_backend(tokenizer: "PreTrainedTokenizerFast", name: str) -> Any:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        raise UsageError(f"{name} has no fast backend; use one whose folder holds a tokenizer.json")
+    return backend
+
+
+def whole_backend(tokenizer: "PreTrainedTokenizerFast", name: str) -> tuple[Any, list[int]]:
+    """Return a copy of the backend that takes a text whole, and the bos token if it begins every text with it.
+
+    UsageError: there is none, or it cannot take a text.
+    """
+    backend = copy.deepcopy(_fast_backend(tokenizer, name))
+    # A tokenizer.json may hold a truncation from its last use, which would silently cut every text.
+    backend.no_truncation()
+    backend.no_padding()
+    with panics_refused(f"{name} cannot take this text"):
+        written = backend.encode("a").ids[:1]
+    return backend, written if written == [tokenizer.bos_token_id] else []
+
+
 class ByteTokenizer:
     """A tokenizer whose tokens are known by their bytes.
 
@@ -198,14 +216,10 @@ class ByteTokenizer:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", keeps: bool = True) -> None:
         self.bytes = TokenBytes.of(tokenizer)
         self.tokenizer = tokenizer
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self._backend, bos = whole_backend(tokenizer, self.bytes.name)
         # The name of a special token in a text is text.
         self._backend.encode_special_tokens = True
-        with panics_refused(f"{self.bytes.name} cannot take this text"):
-            written = tokenizer.backend_tokenizer.encode("a").ids[:1]
-        self.writes_bos = tokenizer.bos_token_id is not None and written == [tokenizer.bos_token_id]
+        self.writes_bos = bool(bos)
         """Whether it begins every text with its bos token."""
         if keeps:
             self.encode(_PLAIN)

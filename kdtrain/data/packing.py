@@ -36,6 +36,7 @@ import numpy as np
 
 from kdtrain.config.sections import DataConfig
 from kdtrain.data import corpus, rendering
+from kdtrain.data.bytes import whole_backend
 from kdtrain.data.formats import Document, Messages
 from kdtrain.data.masks import SPELLED, Masks
 from kdtrain.data.packed import STREAM, WHOLE, PackedRow, rows_of, whole_rows
@@ -71,8 +72,6 @@ def pack(
     without eos or without fast backend, and for conversations if the chat template renders none, or finds the
     assistant's turns in none.
     """
-    if seq_len < 1 or num_workers < 0:
-        raise UsageError(f"seq-len {seq_len} with num-workers {num_workers}: use at least 1 and at least 0")
     encoder = Encoder(tokenizer, masks, parse=parse_special_tokens)
     return _packed(encoder, _batches(documents), num_workers, seq_len, document_mask, whole)
 
@@ -255,17 +254,9 @@ class Encoder:
     def __init__(self, tokenizer: Any, masks: Masks | None = None, opening: bool = False, parse: bool = False) -> None:
         self.masks = masks or Masks("", 0)
         self._name = f"the tokenizer {getattr(tokenizer, 'name_or_path', '')}".rstrip()
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise UsageError(f"{self._name} has no fast backend; use one whose folder holds a tokenizer.json")
+        self._backend, self._bos = whole_backend(tokenizer, self._name)
         if tokenizer.eos_token_id is None:
             raise UsageError(f"{self._name} has no end-of-sequence token; set eos_token in tokenizer_config.json")
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        # A tokenizer.json may hold a truncation from its last use, which would silently cut every text.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        with panics_refused(f"{self._name} cannot take this text"):
-            written = self._backend.encode("a").ids[:1]
-        self._bos = written if written == [tokenizer.bos_token_id] else []
         self._eos = [tokenizer.eos_token_id]
         self._end = str(tokenizer.eos_token)
         self.filler: int = tokenizer.eos_token_id

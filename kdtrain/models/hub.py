@@ -118,9 +118,11 @@ def opened(source: str | None) -> ModelFile | None:
 
 
 def _folder_of(source: str) -> str:
-    """Return where the configuration and the tokenizer of a source lie."""
+    """Return where the configuration and the tokenizer of a source lie. UsageError: `refuse_odd_files`."""
     file = opened(source)
-    return source if file is None else str(file.folder)
+    folder = source if file is None else str(file.folder)
+    refuse_odd_files(folder)
+    return folder
 
 
 def refuse_impossible(source: str, table: dict[str, Any]) -> None:
@@ -382,7 +384,6 @@ def ask_config(spec: ModelSpec) -> PreTrainedConfig:
 
     def load() -> PreTrainedConfig:
         folder = _folder_of(source)
-        refuse_odd_files(folder)
         table, _ = PreTrainedConfig.get_config_dict(folder, revision=revision)
         if not spec.trust_remote_code:
             refuse_code(source, table)
@@ -398,7 +399,6 @@ def ask_tokenizer(source: str, *, revision: str = "main", trust_remote_code: boo
 
     def load() -> Any:
         folder = _folder_of(source)
-        refuse_odd_files(folder)
         if not trust_remote_code:
             refuse_foreign_tokenizer(folder, revision)
         refuse_slow_tokenizer(folder, revision)
@@ -436,7 +436,6 @@ def ask_generation(source: str, revision: str = "main") -> dict[str, Any] | None
 
     def load() -> Any:
         folder = _folder_of(source)
-        refuse_odd_files(folder)
         path = _file(folder, GENERATION_CONFIG_NAME, revision)
         table = None if path is None else typed(parse_json(read_bytes(path, MOST_JSON).decode()), dict[str, Any])
         return None if table is None or table.get("_from_model_config") else table

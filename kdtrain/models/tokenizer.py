@@ -38,15 +38,22 @@ _SHOWN = 4
 
 def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a spec, a folder or a hub id. Raises `UsageError` if there is none."""
+    if (found := _place_of(source)) is None:
+        name = source.name if isinstance(source, ModelSpec) else source
+        raise UsageError(f"{name}: this spec names no tokenizer; add tokenizer = a folder or hub id")
+    place, revision, trusted = found
+    return ask_tokenizer(place, revision=revision, trust_remote_code=trusted)
+
+
+def _place_of(source: ModelSpec | str | Path) -> tuple[str, str, bool] | None:
+    """Return the folder or hub id of the tokenizer of a spec, its revision, and whether its code is trusted."""
     if not isinstance(source, ModelSpec):
-        return ask_tokenizer(str(source), trust_remote_code=False)
+        return str(source), "main", False
     if source.tokenizer is not None:
-        return ask_tokenizer(source.tokenizer, trust_remote_code=source.trust_remote_code)
+        return source.tokenizer, "main", source.trust_remote_code
     if source.teacher is not None:
-        return load_tokenizer(read_spec(source.teacher, "teachers"))
-    if source.source is None:
-        raise UsageError(f"{source.name}: this spec names no tokenizer; add tokenizer = a folder or hub id")
-    return ask_tokenizer(source.source, revision=revision_of(source), trust_remote_code=source.trust_remote_code)
+        return _place_of(read_spec(source.teacher, "teachers"))
+    return None if source.source is None else (source.source, revision_of(source), source.trust_remote_code)
 
 
 def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
@@ -55,14 +62,9 @@ def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
 
     None where its author wrote none. Raises `UsageError` if they cannot be read.
     """
-    if not isinstance(source, ModelSpec):
-        found = ask_generation(str(source))
-    elif source.tokenizer is None and source.teacher is not None:
-        return generation_of(read_spec(source.teacher, "teachers"))
-    elif (place := source.tokenizer or source.source) is None:
+    if (place := _place_of(source)) is None:
         return None
-    else:
-        found = ask_generation(place, "main" if source.tokenizer else revision_of(source))
+    found = ask_generation(*place[:2])
     return None if found is None else generation_from("generation_config.json", found)
 
 

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -57,25 +57,6 @@ class Passing(Exception):
         self.wait, self.far = wait, far
 
 
-class Reply(NamedTuple):
-    """The answer of a server."""
-
-    code: int
-    """0: no connection, and none later; the words say why."""
-    content: bytes
-    cut: bool
-    """Whether it is longer."""
-    target: str | None
-    """Where it redirects to."""
-    wait: float | None
-    """Seconds that the server asks to wait."""
-
-    @property
-    def may_pass(self) -> bool:
-        """Whether the same request may get another answer later."""
-        return self.code in LATER or self.code >= 500
-
-
 class Session(requests.Session):
     """A session whose answers end when the clock (`time.monotonic`) shows `until`, and that reads no body by itself."""
 
@@ -93,26 +74,36 @@ class Session(requests.Session):
         bounds = {"stream": True, "timeout": (CONNECT, IDLE)}
         return super().request(method, url, *args, **{**bounds, **options, "allow_redirects": False})
 
-    def exchange(self, method: str, url: str, *, most: int, **options: Any) -> "Reply":
-        """Send a request and read its answer. Passing: there is none, and another try may get one.
+    def exchange(self, method: str, url: str, *, most: int, **options: Any) -> tuple[requests.Response, bytes]:
+        """Send a request; return the answer and its body, of a redirect none.
 
-        most: bytes that are read; of a longer answer the rest is left.
+        most: bytes of the body; a longer one is longer by some, and its rest is not read.
+
+        Passing: there is no answer, and another try may get one. Unreachable: none would.
         """
         try:
             with self.request(method, url, **options) as answer:
                 found = bytearray()
-                target = answer.headers.get("Location", "") if answer.is_redirect else None
                 for piece in () if answer.is_redirect else body(answer):
                     found += piece
                     if len(found) > most:
                         break
-                return Reply(answer.status_code, bytes(found), len(found) > most, target, retry_after(answer))
+                return answer, bytes(found)
         except (requests.RequestException, requests.exceptions.BaseHTTPError) as error:
             words, kind = reason(error)
             if kind == "final":
-                return Reply(0, words.encode(), False, None, None)
+                raise Unreachable(words) from None
             words = "the answer takes too long" if time.monotonic() >= self.until else words
             raise Passing(words) from None
+
+    @staticmethod
+    def retry_after(answer: requests.Response) -> float | None:
+        """Return the seconds that a server asks to wait, by its header Retry-After, at most 300; None: none."""
+        try:
+            found = RETRY.parse_retry_after(answer.headers.get("Retry-After", ""))
+        except (InvalidHeader, ValueError, OverflowError):
+            return None
+        return min(max(0.0, found), _LONGEST_WAIT)
 
     def get_redirect_target(self, resp: requests.Response) -> None:
         """Return None: given a target, requests reads a redirect's whole body, of any size, even unfollowed."""
@@ -167,21 +158,12 @@ class _Until(io.RawIOBase):
         super().close()
 
 
-def body(answer: requests.Response, piece: int = _PIECE) -> Iterator[bytes]:
+def body(answer: requests.Response) -> Iterator[bytes]:
     """Yield the bytes of a body as they arrive, without waiting for a whole piece, and never unpacked."""
     raw: Any = answer.raw
     read = raw.read1 if hasattr(raw, "read1") else lambda most, **options: raw.read(min(most, 2**12), **options)
-    while found := read(piece, decode_content=False):
+    while found := read(_PIECE, decode_content=False):
         yield found
-
-
-def retry_after(answer: requests.Response) -> float | None:
-    """Return the seconds that a server asks to wait, by its header Retry-After, at most 300; None: it does not ask."""
-    try:
-        found = RETRY.parse_retry_after(answer.headers.get("Retry-After", ""))
-    except (InvalidHeader, ValueError, OverflowError):
-        return None
-    return min(max(0.0, found), _LONGEST_WAIT)
 
 
 def pause(retry: Retry, problem: str, what: str, *, wait: float | None = None, far: bool = False) -> Retry:
@@ -238,7 +220,6 @@ def download(
 def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact: bool) -> None:
     have = _size(part)
     if have > most or (have == most and not exact):
-        _drop(part)
         have = 0
     if have == most:
         return
@@ -251,7 +232,8 @@ def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact
             if answer.status_code == 206 and (found := _RANGE.fullmatch(stated)) and int(found[1]) == have:
                 total = None if found[2] == "*" else int(found[2])
             elif answer.status_code != 200:
-                _drop(part)
+                with writing(part):
+                    remove_file(part)
                 raise Passing("the server has another file now")
             else:
                 have = 0
@@ -268,7 +250,6 @@ def _attempt(session: Session, url: str, part: Path, what: str, most: int, exact
                     have += len(piece)
                     session.until = began + _MINUTE + (have - start) / SLOWEST
                     if have > most:
-                        _drop(part)
                         raise RunError(f"{what}: the server sends more than {most:,} bytes; ask its author")
                     with writing(part):
                         faults.point("cache.fetch.bytes", len(piece))
@@ -300,7 +281,7 @@ def _follow(session: Session, url: str, headers: Mapping[str, str], what: str) -
             return answer
         answer.close()
         if code in LATER:
-            raise Passing(f"the server answers {code}", retry_after(answer))
+            raise Passing(f"the server answers {code}", session.retry_after(answer))
         if code in (401, 403):
             raise UsageError(
                 f"{what}: the server refuses it ({code}), and no password is sent; give the folder of a copy"
@@ -326,11 +307,6 @@ def refuse_size(what: str, total: int, most: int, exact: bool) -> None:
             f"{what} has {total:,} bytes there instead of {'' if exact else 'at most '}{most:,}: it was altered, or "
             "the cache was replaced there; name a revision, or ask its author"
         )
-
-
-def _drop(part: Path) -> None:
-    with writing(part):
-        remove_file(part)
 
 
 def _size(part: Path) -> int:

@@ -11,6 +11,14 @@ from typing import Any
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError
 
+_OF_A_FILE = ("before-fsync", "before-rename", "before-folder-fsync", "after-publish")
+_FILES = ("settings", "shard", "sidecar", "index", "card", "manifest")
+FAULT_POINTS = (
+    *("cache.shard.after-batch", "cache.shard.before-close", "cache.tokenizer.before-rename", "cache.before-finish"),
+    *(f"cache.{name}.{point}" for name in _FILES for point in _OF_A_FILE),
+)
+"""Every labelled place of a build, for `KDTRAIN_FAULT`."""
+
 
 def answer_of(work: Callable[[], Any]) -> Any:
     """Run `work` in a fork, and return its result."""

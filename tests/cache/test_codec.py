@@ -11,6 +11,7 @@ from kdtrain.cache.format.compression import Coding
 from kdtrain.cache.format.spec import ABSENT, KNOTS, CodecSpec, grid_name, grid_offset
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
+from tests.cache.test_coding import unpacked
 
 
 def _logits(rows: int, vocab_size: int, scale: float = 3.0) -> torch.Tensor:
@@ -229,12 +230,12 @@ def test_sequences_of_counts_are_stored_again_as_they_were(codecs: dict[str, Cod
     kept = encode_sequences(logits, labels, spec, seed=0, split="train", first=0)
     coding = Coding.fit(tokens, kept, spec)
     stored = coding.pack(tokens, kept)
-    read = coding.unpack(tokens, stored)
+    read = unpacked(coding, tokens, stored)
     again = Coding.fit(tokens, read, spec)
     assert np.array_equal(again.predictor.weights, coding.predictor.weights)
     moved = Coding.fit(tokens[:5], {name: values[:5] for name, values in read.items()}, spec)  # to another shard
     for other in (again, Coding(spec, again.dictionary, moved.predictor)):
-        back = other.unpack(tokens, other.pack(tokens, read))
+        back = unpacked(other, tokens, other.pack(tokens, read))
         third = coding.pack(tokens, back)
         assert all(np.array_equal(third[name], stored[name]) for name in stored)
 

@@ -16,6 +16,7 @@ from kdtrain.cache.format.compression import (
     logprob_codes,
     logprobs_of,
     order,
+    unpack,
 )
 from kdtrain.cache.format.spec import FINE_KNOTS, STEP_SLOPE, STEP_VALUE, CodecSpec, steps
 from kdtrain.objective.targets import FLOOR, SparseTargets
@@ -44,7 +45,12 @@ def _through(tokens: np.ndarray, kept: Arrays, spec: CodecSpec) -> Arrays:
     coding = Coding.fit(tokens, kept, spec)
     stored = coding.pack(tokens, kept)
     assert all(values.dtype.kind == "u" for values in stored.values())
-    return Coding.from_arrays(coding.to_arrays(), spec).unpack(tokens, stored)
+    return unpacked(Coding.from_arrays(coding.to_arrays(), spec), tokens, stored)
+
+
+def unpacked(coding: Coding, tokens: np.ndarray, stored: Arrays) -> Arrays:
+    """Return what a reader gets of the sequences that `coding` packed."""
+    return unpack([(coding, *each) for each in zip(tokens, stored["ids"], stored["numbers"], strict=True)])
 
 
 @pytest.mark.parametrize("logprob", [0.0, -1e-4, -0.1, -0.7, -2.3, -9.0, -40.0, -900.0, FLOOR])

@@ -9,9 +9,9 @@ import pytest
 
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.cache.write.writer import FAULT_POINTS, CacheBuilder, write_cache
+from kdtrain.cache.write.writer import CacheBuilder, write_cache
 from kdtrain.errors import RunError, UsageError
-from tests.cache.fork_kit import answer_of, exit_of
+from tests.cache.fork_kit import FAULT_POINTS, answer_of, exit_of
 
 KILLS = [(point, 3 if point.startswith(("cache.shard", "cache.sidecar")) else 1) for point in FAULT_POINTS]
 

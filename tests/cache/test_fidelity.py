@@ -23,6 +23,7 @@ from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import SparseTargets
+from tests.cache.test_coding import unpacked
 
 VOCAB = 500
 
@@ -32,7 +33,7 @@ def _stored(arrays: dict, tokens: torch.Tensor, spec: CodecSpec) -> dict:
     if spec.kind == "dense":
         return arrays
     coding = Coding.fit(tokens.numpy(), arrays, spec)
-    return coding.unpack(tokens.numpy(), coding.pack(tokens.numpy(), arrays))
+    return unpacked(coding, tokens.numpy(), coding.pack(tokens.numpy(), arrays))
 
 
 def _measured(spec: CodecSpec, rows: int = 4, length: int = 64) -> tuple[dict, dict]:

@@ -3,7 +3,6 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 import kdtrain as kd
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.spec import SAMPLING, CodecSpec
-from kdtrain.cache.read.shard import Shard
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.files import file_digest
 from kdtrain.testing import tiny_tokenizer
@@ -113,20 +111,6 @@ def test_other_sequences_or_settings_are_refused_in_a_folder_that_has_some(seque
         with pytest.raises(kd.UsageError, match="finished cache of 10 sequences for train; give the same"):
             write(tmp_path / "c", others)
     assert shards(tmp_path / "c") == before
-
-
-def test_a_resume_opens_each_published_shard_once_and_closes_it(sequences, tmp_path, monkeypatch):
-    write(tmp_path / "c", sequences)
-    opened, closed = [], Mock(wraps=Shard.close)
-    monkeypatch.setattr(Shard, "close", lambda shard: closed(shard))
-    monkeypatch.setattr(
-        "kdtrain.cache.write.sequences.Shard", lambda path, spec: opened.append(path.stem) or Shard(path, spec)
-    )
-    (tmp_path / "c" / "manifest.json").unlink()
-    interrupted = writer(tmp_path / "c")
-    fill(interrupted, sequences)
-    interrupted.close()
-    assert opened == ["train-00000", "validation-00000"] and closed.call_count == 2
 
 
 @pytest.mark.parametrize("end", [kd.CacheWriter.finish, kd.CacheWriter.close])

@@ -15,7 +15,7 @@ import pytest
 
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.tools.verify import verify_cache
-from kdtrain.cache.write.writer import FAULT_POINTS
+from tests.cache.fork_kit import FAULT_POINTS
 
 ONCE = ("cache.settings", "cache.manifest")
 """Files that one build publishes once: a kill after the rename ends the chain's chance to meet a later point."""

@@ -12,7 +12,6 @@ import torch
 
 from kdtrain.cache.format.codec import encode, encode_sequences
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.manifest import end_tokens as settings_end_tokens
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.answers import ShardRows
 from kdtrain.cache.write.generated_text import finish_reasons
@@ -360,5 +359,5 @@ def test_options_that_do_not_go_with_text_by_the_teacher_are_refused_by_name():
 def test_end_tokens_of_a_strangers_cache_are_ids_of_its_vocabulary(found):
     settings = CacheSettings(codec=CODEC, seq_len=4, tokenizer_size=300, data={"generated": found})
     with pytest.raises(ValueError):
-        settings_end_tokens(settings)
-    assert settings_end_tokens(replace(settings, data={})) == ()
+        _ = settings.end_tokens
+    assert replace(settings, data={}).end_tokens == ()

@@ -98,13 +98,13 @@ def test_a_signal_while_hdf5_writes_waits_until_it_has_written(tmp_path, number)
     body = f"""
 from pathlib import Path
 from kdtrain.cache.format import hdf5_writing
-class Raw:
-    def __init__(self, file): self.file, self.signals = file, [{number:d}]
-    def __getattr__(self, name): return getattr(self.file, name)
+signals = [{number:d}]
+class Raw(__import__("io").FileIO):
     def write(self, data):
-        if self.signals: signal.raise_signal(self.signals.pop())  # a second one ends the process at once
-        return self.file.write(data)
-sink = hdf5_writing._Sink(Raw(open({str(tmp_path / "x")!r}, "wb+", buffering=0)))
+        if signals: signal.raise_signal(signals.pop())  # a second one ends the process at once
+        return super().write(data)
+class Sink(hdf5_writing._Sink, Raw): pass
+sink = Sink({str(tmp_path / "x")!r})
 with hdf5_writing.h5py.File(sink, "w") as made:
     made["one"] = list(range(9))
     made.flush()

@@ -99,22 +99,17 @@ def _draw(weights_NV: Tensor, points_ND: Tensor) -> Tensor:
     return drawn_ND.masked_fill_(~(total_N1 > 0), weights_NV.shape[1])
 
 
-def _count(drawn_ND: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct ids, ascending, and their counts, both [N, D]; V and 0 in the columns left over."""
-    drawn_ND = drawn_ND.sort(-1).values
-    new_ND = torch.ones_like(drawn_ND)
-    new_ND[:, 1:] = drawn_ND[:, 1:] != drawn_ND[:, :-1]
-    group_ND = new_ND.cumsum(-1) - 1
-    ids_ND = torch.full_like(drawn_ND, vocab_size).scatter_(1, group_ND, drawn_ND)
-    counts_ND = torch.zeros_like(drawn_ND).scatter_add_(1, group_ND, (drawn_ND < vocab_size).long())
-    return ids_ND, counts_ND
-
-
 def _sampled(
     drawn_ND: Tensor, vocab_size: int, logprobs_at: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the distinct drawn ids, their log p and counts [N, D], most likely first; then ABSENT, NaN and 0."""
-    ids_ND, counts_ND = _count(drawn_ND, vocab_size)
+    drawn_ND = drawn_ND.sort(-1).values
+    new_ND = torch.ones_like(drawn_ND)
+    new_ND[:, 1:] = drawn_ND[:, 1:] != drawn_ND[:, :-1]
+    group_ND = new_ND.cumsum(-1) - 1
+    # Distinct ids, ascending, and their counts; V and 0 in the columns left over.
+    ids_ND = torch.full_like(drawn_ND, vocab_size).scatter_(1, group_ND, drawn_ND)
+    counts_ND = torch.zeros_like(drawn_ND).scatter_add_(1, group_ND, (drawn_ND < vocab_size).long())
     kept_ND = logprobs_at(ids_ND.clamp(max=vocab_size - 1)).masked_fill_(counts_ND == 0, -torch.inf)
     order_ND = kept_ND.argsort(dim=-1, descending=True, stable=True)
     counts_ND = counts_ND.gather(1, order_ND)
@@ -389,7 +384,7 @@ def broken(logits_BTV: Tensor) -> Tensor:
     return ~logits_BTV.amax(-1).isfinite().all(-1)
 
 
-def decode(arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device | str = "cpu") -> Targets | None:
+def decode(arrays: dict[str, np.ndarray], spec: CodecSpec) -> Targets | None:
     """Return the targets of arrays [n, T, ...] from `encode_sequences` or `compression.unpack`, as N = n*T rows.
 
     None for the codec `tokens`.
@@ -399,7 +394,7 @@ def decode(arrays: dict[str, np.ndarray], spec: CodecSpec, device: torch.device 
 
     def rows(name: str, dtype: type = np.float32) -> Tensor:
         flat = rearrange(arrays[name], "n t ... -> (n t) ...")
-        return torch.from_numpy(flat.astype(dtype, copy=False)).to(device)
+        return torch.from_numpy(flat.astype(dtype, copy=False))
 
     targets: Any = ARITHMETIC[spec.kind][1](rows, spec)
     return replace(targets, policy=rows(POLICY)) if spec.written else targets

@@ -358,11 +358,6 @@ class Coding:
             "numbers": np.concatenate(parts_nRT, 1).astype(np.uint16),
         }
 
-    def unpack(self, tokens_nT1: np.ndarray, stored: Arrays) -> Arrays:
-        """Return the encoded arrays [n, T, ...] for the reader: the inverse of `pack` up to its stated errors."""
-        sequences = zip(tokens_nT1, stored["ids"], stored["numbers"], strict=True)
-        return unpack([(self, *sequence) for sequence in sequences])
-
     def unpack_one(self, tokens_T1: np.ndarray, ids_KT: np.ndarray, numbers_RT: np.ndarray, columns: Arrays) -> None:
         """Write the encoded arrays of one sequence into `columns`, each [..., T], as `unpack` allocates them.
 
@@ -412,6 +407,8 @@ class Coding:
 
 def unpack(sequences: Sequence[tuple[Coding, np.ndarray, np.ndarray, np.ndarray]]) -> Arrays:
     """Return the encoded arrays [n, T, ...] of sequences, which may come from several shards; views of columns.
+
+    It is the inverse of `Coding.pack` up to its stated errors.
 
     Each sequence is its coding, its tokens [T + 1] and its stored ids and numbers. They are unpacked one at a time:
     the working set stays in a core's cache, and the result is the only large array.

@@ -18,7 +18,7 @@ What it gives up: a file in a newer layout of HDF5 is refused, whatever it holds
 import math
 import os
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -190,26 +190,30 @@ class Hdf5File:
             at += 16 + -(-length // 8) * 8
         raise ValueError("an attribute of it has no text")
 
-    def chunks(self, tree: int, rank: int) -> Iterator[np.ndarray]:
-        """Yield the chunks below a node of a B-tree: `size`, `skipped` (filters), `at` (rank + 1), `address`."""
-        entry = np.dtype([("size", "<u4"), ("skipped", "<u4"), ("at", "<u8", rank + 1), ("address", "<u8")])
-        yield from self._chunks(tree, entry, _MAX_LEVEL)
+    def chunks(self, tree: int, rank: int, number: int) -> np.ndarray:
+        """Return the chunks below a node of a B-tree, in order, and of more than `number` not all behind these.
 
-    def _chunks(self, tree: int, entry: np.dtype, below: int) -> Iterator[np.ndarray]:
-        mark, kind, level, used = self.fields(tree, "4sBBH")
-        # HDF5 reads all of a node: 64 entries, and one key more.
-        content = self.read(tree, 24 + 64 * entry.itemsize + entry.itemsize - 8)
-        if (mark, kind) != (b"TREE", 1) or not level < below or not 1 <= used <= 64:
-            raise ValueError("a B-tree of it has another layout")
-        entries = np.frombuffer(content, entry, used, 24)
-        if level == 0:
-            yield entries
-            return
-        for each in entries:
-            for number, part in enumerate(self._chunks(int(each["address"]), entry, level)):
-                if number == 0 and (part["at"][0] != each["at"]).any():
-                    raise ValueError("a B-tree of it has another order")
-                yield part
+        Fields: `size`, `skipped` (filters), `at` (rank + 1), `address`.
+        """
+        entry = np.dtype([("size", "<u4"), ("skipped", "<u4"), ("at", "<u8", rank + 1), ("address", "<u8")])
+        nodes: list[tuple[int, int, Any]] = [(tree, _MAX_LEVEL, None)]
+        parts = []
+        while nodes and number > 0:
+            address, below, first = nodes.pop()
+            mark, kind, level, used = self.fields(address, "4sBBH")
+            # HDF5 reads all of a node: 64 entries, and one key more.
+            content = self.read(address, 24 + 64 * entry.itemsize + entry.itemsize - 8)
+            if (mark, kind) != (b"TREE", 1) or not level < below or not 1 <= used <= 64:
+                raise ValueError("a B-tree of it has another layout")
+            entries = np.frombuffer(content, entry, used, 24)
+            if first is not None and (entries[0]["at"] != first).any():
+                raise ValueError("a B-tree of it has another order")
+            if level:
+                nodes += [(int(each["address"]), level, each["at"]) for each in entries[::-1]]
+            else:
+                parts.append(entries)
+                number -= used
+        return np.concatenate(parts)
 
 
 LARGEST_RATIO, SLACK = 1000, 2**26
@@ -344,18 +348,12 @@ def _check_chunks(file: Hdf5File, tree: int, expected: _Expected) -> None:
     number = math.prod(expected.counts)
     if number > file.size // _LEAST_CHUNK:
         raise ValueError(f"'{expected.name}' lacks chunks")
-    parts = []
-    left = number
-    for part in file.chunks(tree, len(expected.shape)):
-        parts.append(part)
-        left -= len(part)
-        if left <= 0:
-            break
+    chunks = file.chunks(tree, len(expected.shape), number)
     at = np.indices(expected.counts).reshape(len(expected.counts), -1).T * expected.chunk
-    if left or (np.concatenate([part["at"] for part in parts]) != np.pad(at, ((0, 0), (0, 1)))).any():
+    if len(chunks) != number or (chunks["at"] != np.pad(at, ((0, 0), (0, 1)))).any():
         raise ValueError(f"'{expected.name}' lacks chunks")
     unpacks = _unpacks_by_bits if expected.bits else _unpacks_by_bytes
-    for size, skipped, _, address in (chunk for part in parts for chunk in part.tolist()):
+    for size, skipped, _, address in chunks.tolist():
         inside = _CHECKSUM < size <= file.size - address
         if skipped or not inside or not unpacks(file, address, size - _CHECKSUM, expected):
             raise ValueError(f"'{expected.name}' has a chunk that does not unpack to {expected.chunk_bytes} bytes")

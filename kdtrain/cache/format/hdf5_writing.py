@@ -7,10 +7,10 @@ failed write.
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import RawIOBase
+from io import FileIO
 from pathlib import Path
 from types import FunctionType
-from typing import Any, BinaryIO
+from typing import Any
 
 import h5py
 import hdf5plugin
@@ -24,23 +24,16 @@ from kdtrain.errors import CALLBACKS
 _LEVEL = 9
 
 
-class _Sink(RawIOBase):
+class _Sink(FileIO):
     """A file whose writes never fail: HDF5 2.0 crashes the process that closes a file after a failed write.
 
     It keeps the first error for the caller, and everything that it could not write in memory.
     """
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw, self.error, self.unwritten = raw, None, []  # type: tuple[BinaryIO, OSError | None, list]
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self.raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self.raw.tell()
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w+")
+        self.error: OSError | None = None
+        self.unwritten: list[tuple[int, bytes]] = []
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -48,7 +41,7 @@ class _Sink(RawIOBase):
         done = 0
         try:
             while self.error is None and done < len(view):
-                done += self.raw.write(view[done:])
+                done += super().write(view[done:])
         except OSError as error:
             self.error = error
         if done < len(view):
@@ -58,7 +51,7 @@ class _Sink(RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         start = self.tell()
-        stored = self.raw.read(len(view))
+        stored = super().read(len(view))
         view[:] = stored + bytes(len(view) - len(stored))
         for offset, piece in self.unwritten:
             low = max(offset, start)
@@ -69,13 +62,10 @@ class _Sink(RawIOBase):
 
     def truncate(self, size: int | None = None) -> int:
         try:
-            self.raw.truncate(size)
+            super().truncate(size)
         except OSError as error:
             self.error = self.error or error
         return size or 0
-
-    def flush(self) -> None:
-        """Do nothing: the sink has no buffer."""
 
     def check(self) -> None:
         """Raise the first error of a write."""
@@ -89,8 +79,7 @@ CALLBACKS.update(each.__code__ for each in vars(_Sink).values() if isinstance(ea
 @contextmanager
 def creating(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
     """Yield a new HDF5 file and a function that raises the OSError of a failed write; the block's end raises it too."""
-    with open(path, "wb+", buffering=0) as raw:
-        sink = _Sink(raw)
+    with _Sink(path) as sink:
         with h5py.File(sink, "w") as file:
             yield file, sink.check
         sink.check()

@@ -120,6 +120,17 @@ class CacheSettings:
         """Whether its samples were drawn in several ways, of caches that were appended."""
         return self.sampling == MIXTURE
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids that end the texts that the teacher wrote; none in a cache of other text. ValueError: no ids."""
+        generated = self.data.get("generated")
+        if generated is None:
+            return ()
+        found = typed(generated, _Generated)["end_tokens"]
+        if any(each >= self.vocab_size for each in found):
+            raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {self.vocab_size}")
+        return tuple(found)
+
     def fits(self, folder: Path) -> bool:
         """Return whether a folder is free for a cache of these settings, or holds one that was begun by them."""
         if not folder.exists() or cache_format.holds_nothing(folder):
@@ -290,7 +301,7 @@ class Manifest:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """The ids that end the texts that the teacher wrote; none in a cache of other text."""
-        return end_tokens(self.settings)
+        return self.settings.end_tokens
 
     @property
     def knows_labels(self) -> bool:
@@ -350,17 +361,6 @@ class Manifest:
         if span is not None and not (math.isfinite(span["max"]) and span["min"] <= 1 <= span["max"]):
             raise ValueError(f"temperature_range: {span['min']} to {span['max']} is not a range around 1")
         return manifest
-
-
-def end_tokens(settings: CacheSettings) -> tuple[int, ...]:
-    """Return the ids of `Manifest.end_tokens`. ValueError: they are not ids."""
-    generated = settings.data.get("generated")
-    if generated is None:
-        return ()
-    found = typed(generated, _Generated)["end_tokens"]
-    if any(each >= settings.vocab_size for each in found):
-        raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {settings.vocab_size}")
-    return tuple(found)
 
 
 def _refuse_contradictions(split: str, stated: SplitRecord, settings: CacheSettings) -> None:

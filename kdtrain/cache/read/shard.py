@@ -21,7 +21,7 @@ from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.cache.format.names import DICTIONARY
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.checks import check_flags, check_lists, check_stored, check_tokens, check_values
-from kdtrain.errors import RunError, UsageError, system_error
+from kdtrain.errors import RunError, UsageError, first_sentence, system_error
 from kdtrain.objective.batch import Batch
 
 
@@ -77,7 +77,7 @@ class Shard:
             self._file.close()
             raise
 
-    def read(self, rows: np.ndarray, *, checked: bool) -> Stored:
+    def read(self, rows: np.ndarray, *, checked: bool = False) -> Stored:
         """Read the given sequences, every array [len(rows), ...]; `rows` ascending.
 
         checked: their numbers have been checked before.
@@ -175,17 +175,12 @@ def shard_errors(path: Path, source: str | None = None) -> Iterator[None]:
             ) from error
         if source is not None:
             raise RunError(
-                f"shard {path.name} of {source} is not what kdtrain writes ({first_line(error)}); ask its author"
+                f"shard {path.name} of {source} is not what kdtrain writes ({first_sentence(error)}); ask its author"
             ) from error
-        reason = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
+        reason = "it is missing" if isinstance(error, FileNotFoundError) else first_sentence(error)
         again = "the command that made it"
         with suppress(UsageError):  # there is no manifest before it is finished
             again = read_manifest(cache).maker
         raise RunError(
             f"shard {path} cannot be read ({reason}): run kdtrain verify {cache} --repair, then {again} again"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type: h5py raises a dozen kinds for a damaged file."""
-    return next(iter(str(error).splitlines()), type(error).__name__)

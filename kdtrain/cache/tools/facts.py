@@ -55,7 +55,7 @@ def cache_facts(manifest: Manifest, public: Callable[[Any], Any] = lambda value:
     """Return the facts about a cache, by label; `public` makes names of places fit to be published."""
     settings, codec, data = manifest.settings, manifest.codec, manifest.settings.data
     record = settings.teacher or {}
-    dtype = (settings.teacher or {}).get("dtype")
+    dtype = record.get("dtype")
     teacher = f"{public(record.get('spec') or 'unknown')}{'' if dtype in (None, 'unknown') else f', {dtype}'}"
     counts = manifest.text_counts or {}
     lost = [f"{split}: {count:,} {what}" for split, each in counts.items() for what, count in each.items()]

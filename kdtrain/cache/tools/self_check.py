@@ -235,8 +235,7 @@ class Outside:
         )
 
 
-ROWS = 64
-SECONDS = 20.0
+_LOOKED_AT, _SECONDS = 64, 20.0  # rows of a cache, and the longest that they are read
 _SAMPLES_LEVEL = 1e-5
 _ENTRIES = 2**28  # that are held at once
 _LEAST_MATCHED = 0.1
@@ -266,21 +265,21 @@ class Look:
     """Of how often labels were drawn; None where that cannot be compared."""
 
     @classmethod
-    def at(cls, cache: LocalCache, *, rows: int = ROWS, seconds: float = SECONDS, seed: int = 0) -> "Look | None":
-        """Read the first rows of a split, and as many from a place that `seed` draws; None if no row has targets.
+    def at(cls, cache: LocalCache) -> "Look | None":
+        """Read the first rows of a split, and as many from a drawn place; None if no row has targets.
 
         RunError: a shard cannot be read.
         """
         settings = cache.manifest.settings
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _SECONDS
         if not settings.codec.taught:
             return None
         split = "train" if "train" in cache else next(iter(cache))
         codec = settings.codec
         total = len(cache[split])
         entries = settings.seq_len * (codec.columns or codec.vocab_size)
-        each, size = max(1, min(rows, _ENTRIES // entries) // 2), max(1, min(8, _ENTRIES // 4 // entries))
-        start = int(np.random.RandomState(seed).randint(max(total - each, 0) + 1))
+        each, size = max(1, min(_LOOKED_AT, _ENTRIES // entries) // 2), max(1, min(8, _ENTRIES // 4 // entries))
+        start = int(np.random.RandomState(0).randint(max(total - each, 0) + 1))
         indices = list(dict.fromkeys([*range(min(each, total)), *range(start, min(start + each, total))]))
         batches: list[Batch] = []
         for first in range(0, len(indices), size):

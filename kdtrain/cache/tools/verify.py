@@ -30,9 +30,9 @@ from kdtrain.cache.format.manifest import (
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import AHEAD
 from kdtrain.cache.read.remote import Remote, open_remote
-from kdtrain.cache.read.shard import Shard, batch_of, first_line
+from kdtrain.cache.read.shard import Shard, batch_of
 from kdtrain.cache.write.publish import agrees, make_vector
-from kdtrain.errors import RunError, UsageError, system_error, writing
+from kdtrain.errors import RunError, UsageError, first_sentence, system_error, writing
 from kdtrain.files import LARGE, MEDIUM, SMALL, file_digest, publish_json, read_sealed, refuse_links, set_aside, typed
 from kdtrain.net.address import parse_address
 
@@ -50,12 +50,12 @@ def check_content(path: Path, spec: CodecSpec, seq_len: int, split: str, first: 
     try:
         with closing(Shard(path, spec)) as shard:
             for start in range(0, number, step):
-                batch_of([shard.read(np.arange(start, min(start + step, number)), checked=False)], spec)
+                batch_of([shard.read(np.arange(start, min(start + step, number)))], spec)
     except MemoryError:
         raise
     except Exception as error:
         system = system_error(error)
-        raise system if system and system.errno else ValueError(first_line(error)) from error
+        raise system if system and system.errno else ValueError(first_sentence(error)) from error
 
 
 def _same(sidecar: Sidecar, stated: ShardRecord) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.compression import Arrays
-from kdtrain.cache.format.manifest import CacheSettings, end_tokens
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.data.packed import PackedRow
@@ -81,7 +81,7 @@ class ShardRows:
             most = sum(filter(None, limits))
             left = duration(seconds / len(self) * most / world_size())
             log.info("the first %s texts took %s: %s take about %s", len(self), duration(seconds), most, left)
-        cut = finish_reasons(self.tokens, self.loss_mask, end_tokens(settings)).count("length")
+        cut = finish_reasons(self.tokens, self.loss_mask, settings.end_tokens).count("length")
         if 2 * cut > len(self):
             room = "--max-new-tokens or --seq-len gives more room"
             log.warning("%s of the first %s texts were cut before their end; %s", cut, len(self), room)
@@ -159,14 +159,11 @@ class LogitAnswers(ShardAnswers):
 
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Encode]:
         """Return a batch as `ShardAnswers.rows` does, with the teacher's logits to encode."""
-        tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
-        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if self._settings.document_mask else None
-        with torch.no_grad():
-            return self.encoded(rows, self.logits(tokens_BT, segments_BT))
-
-    def encoded(self, rows: ShardRows, logits_BTV: Tensor) -> tuple[ShardRows, Encode]:
-        """Return a batch with these logits to encode, as `rows` does."""
         settings = self._settings
+        tokens_BT = torch.from_numpy(rows.tokens[:, :-1].astype(np.int64))
+        segments_BT = torch.from_numpy(rows.segments.astype(np.int64)) if settings.document_mask else None
+        with torch.no_grad():
+            logits_BTV = self.logits(tokens_BT, segments_BT)
         held = [logits_BTV]
         ready = self._side.ready(logits_BTV)
         assert logits_BTV.shape[-1] == settings.vocab_size, "the teacher's vocabulary is not that of the settings"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.manifest import CacheSettings, Sidecar, end_tokens
+from kdtrain.cache.format.manifest import CacheSettings, Sidecar
 from kdtrain.cache.read.shard import Shard, shard_errors
 
 _ROWS = 64  # read at once
@@ -45,7 +45,7 @@ def read_written(
     """Return the SHA-256 of all tokens by split, and `generated` of the manifest: labels, and rows by their end."""
     digests = {}
     found = {}
-    ends = end_tokens(settings)
+    ends = settings.end_tokens
     for split, records in sidecars.items():
         sha = hashlib.sha256()
         counts = {"stop": 0, "length": 0, "tokens": 0}

@@ -133,7 +133,7 @@ def make_vector(folder: Path, spec: CodecSpec, split: str, shard: str, sequences
     path = cache_format.shard_path(folder, shard)
     with shard_errors(path), closing(Shard(path, spec)) as opened:
         for row in range(sequences):
-            stored = opened.read(np.array([row]), checked=False)
+            stored = opened.read(np.array([row]))
             if (stored.arrays["loss_mask"] == cache_format.BROKEN).any():
                 continue
             batch = batch_of([stored], spec)

@@ -10,7 +10,7 @@ What it gives up: what is kept of one shard is held in memory, and one process w
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -111,8 +111,6 @@ class CacheWriter:
         self._answers = ShardAnswers()
         self._there: dict[str, int] = {}
         """How many sequences the shard in work of a split has, where one is there already."""
-        self._compared: dict[str, Shard] = {}
-        """The shard that is there, open, once a sequence of a split has been compared with it."""
         self._sample: dict[int, Tensor] = {}
         """Logits [1, positions, V] of the validation sequences that the fidelity is measured on, by their numbers."""
         self._closed = False
@@ -196,8 +194,6 @@ class CacheWriter:
                     place: dict[str, Any] = {"seed": self.seed, "split": split, "first": number}
                     arrays = encode_sequences(answer[None], labels, settings.codec, **place)
                     kept = {name: values[0] for name, values in arrays.items()}
-            if len(own.rows) + 1 == self.sequences_per_shard:
-                self._close_compared(split)
             builder.add(split, replace(row, tokens=tokens_T.astype(np.int32), kept=kept))
 
     def finish(self) -> LocalCache:
@@ -218,7 +214,6 @@ class CacheWriter:
                 raise UsageError(f"{self.out}: this writer is closed; another one with the same sequences resumes")
             self._closed = True  # the last shards may be short: no sequence can follow
             for split in SPLITS:
-                self._close_compared(split)
                 builder.end_split(split)
             if (there := builder.manifest) is None:
                 taken, positions = builder.sample or (1, 1)
@@ -237,8 +232,6 @@ class CacheWriter:
         """Release the folder without finishing; published shards stay, and the same sequences resume."""
         with self._lock:
             self._closed = True
-            for split in SPLITS:
-                self._close_compared(split)
             if self._builder is not None:
                 self._builder.close()
 
@@ -251,10 +244,6 @@ class CacheWriter:
                 self.finish()
         finally:
             self.close()
-
-    def _close_compared(self, split: str) -> None:
-        if (shard := self._compared.pop(split, None)) is not None:
-            shard.close()
 
     def _others(self, there: Manifest, split: str) -> UsageError:
         number = there.splits[split]["sequences"]
@@ -303,9 +292,8 @@ class CacheWriter:
         assert self._builder is not None
         path = cache_format.shard_path(self.out, cache_format.shard_name(split, number // self.sequences_per_shard))
         spec = self._builder.settings.codec
-        with shard_errors(path):
-            shard = self._compared.get(split) or self._compared.setdefault(split, Shard(path, spec))
-            stored = batch_of([shard.read(np.array([number % self.sequences_per_shard]), checked=False)], spec)
+        with shard_errors(path), closing(Shard(path, spec)) as shard:
+            stored = batch_of([shard.read(np.array([number % self.sequences_per_shard]))], spec)
         assert stored.targets is not None
         labels = torch.from_numpy(tokens_T[1:].astype(np.int64)).to(answer.device)
         now = answer.log_softmax(-1).gather(-1, labels[:, None])[:, 0].cpu()

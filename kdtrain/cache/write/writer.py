@@ -48,19 +48,8 @@ from kdtrain.cache.write.shard_writer import (
 )
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, log, writing
-from kdtrain.files import PUBLISH_POINTS, json_digest, set_aside
+from kdtrain.files import json_digest, set_aside
 from kdtrain.ranks import all_gather_object, rank, world_size
-
-_PUBLISHED = ("cache.settings", "cache.shard", "cache.sidecar", "cache.index", "cache.card", "cache.manifest")
-FAULT_POINTS = (
-    "cache.shard.after-batch",
-    "cache.shard.before-close",
-    "cache.tokenizer.before-rename",
-    "cache.before-finish",
-    *(f"{name}.{point}" for name in _PUBLISHED for point in PUBLISH_POINTS),
-)
-"""Every labelled place of a build, for `KDTRAIN_FAULT`."""
-
 
 Progress = Callable[[int, int | None], None]
 """(sequences done so far, how many in all or None)."""
@@ -101,15 +90,6 @@ class _Rounds:
         if self.progress:
             self.progress(done, self.total)
         return any(more for more, *_ in found)
-
-    def finish(self, run_empty: Callable[[], object] | None) -> None:
-        """Meet the other ranks, with nothing left to do here, until all are done.
-
-        run_empty: a forward of a sharded teacher, which needs all ranks.
-        """
-        while self.meet(more=False):
-            if run_empty is not None:
-                run_empty()
 
     def stop_if_broken(self, broken: int, done: int, total: int) -> None:
         """Raise RunError if more than one in a thousand sequences of `total` are broken."""
@@ -320,16 +300,14 @@ class CacheBuilder:
         return stored, shard.broken
 
     def _finish_rounds(self) -> None:
-        """Meet the other ranks, with nothing left to do here, until all are done."""
+        """Meet the other ranks, with nothing left to do here, until all are done: a sharded teacher needs all of them
+        for each forward."""
         empty_BT = torch.zeros(1, self.settings.seq_len, dtype=torch.int64)
-        logits = self.answers.logits
-
-        @torch.no_grad()
-        def run_empty() -> None:
-            assert logits is not None
-            logits(empty_BT, empty_BT if self.settings.document_mask else None)
-
-        self.rounds.finish(run_empty if self.answers.sharded else None)
+        while self.rounds.meet(more=False):
+            if self.answers.sharded:
+                assert self.answers.logits is not None
+                with torch.no_grad():
+                    self.answers.logits(empty_BT, empty_BT if self.settings.document_mask else None)
 
     def finish(self) -> Manifest | None:
         """Measure the fidelity, and write index and manifest, on rank 0; the others help a sharded teacher.
@@ -376,7 +354,7 @@ class CacheBuilder:
         number, positions = self.sample or fidelity.sample_size(shard["sequences"], length, spec.vocab_size)
         path = cache_format.shard_path(self.folder, shard["name"])
         with shard_errors(path), closing(Shard(path, spec)) as opened:
-            batch = batch_of([opened.read(np.arange(number), checked=False)], spec)
+            batch = batch_of([opened.read(np.arange(number))], spec)
         if self.answers.examine is not None:
             self.stated["capture"] = {"split": split, **self.answers.examine(batch)}
         if logits is None:

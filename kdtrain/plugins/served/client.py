@@ -43,8 +43,6 @@ T = TypeVar("T")
 
 WRONG = 3
 """Answers to one request that cannot be right, after which it is given up."""
-CONNECT = 10.0
-"""Seconds for a connection."""
 FIRST_WAIT, LONGEST = 0.2, 60.0
 """Seconds that a server rests after its first failure, and the most after many."""
 SMALL = 2**20
@@ -289,32 +287,33 @@ class Client:
         session.until = time.monotonic() + self.timeout
         key = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         try:
-            reply = session.exchange(
+            answer, found = session.exchange(
                 "GET" if content is None else "POST",
                 url,
                 most=most,
                 data=None if content is None else msgspec.json.encode(content),
                 headers={"Content-Type": "application/json", **key},
-                timeout=(CONNECT, self.timeout),
+                timeout=(10.0, self.timeout),  # seconds for a connection, and for a read
             )
         except Passing:
             host.doubted = True
             raise
-        if reply.target is not None:
-            target = shown_address(quoted(reply.target))
-            raise Refused(reply.code, f"it redirects to {target}, which is not followed")
-        if not reply.code:
-            raise Refused(0, reply.content.decode())
-        if reply.cut and reply.code == 200:
+        except RunError as error:
+            raise Refused(0, str(error)) from None
+        code = answer.status_code
+        if answer.is_redirect:
+            target = shown_address(quoted(answer.headers["Location"]))
+            raise Refused(code, f"it redirects to {target}, which is not followed")
+        if len(found) > most and code == 200:
             raise Wrong(f"more than {most:,} bytes")
         self._thread.session = session  # one that failed is not used again
-        if reply.code == 200:
-            return reply.content
-        words = quoted(_words_of(reply.content)) or "nothing more"
-        if reply.may_pass:
-            host.doubted = host.doubted or reply.code != 429
-            raise Passing(f"it answers {reply.code}: {words}", reply.wait)
-        raise Refused(reply.code, words)
+        if code == 200:
+            return found
+        words = quoted(_words_of(found)) or "nothing more"
+        if code in (408, 425, 429) or code >= 500:
+            host.doubted |= code != 429
+            raise Passing(f"it answers {code}: {words}", session.retry_after(answer))
+        raise Refused(code, words)
 
 
 def _key() -> str | None:
