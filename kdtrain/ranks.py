@@ -237,23 +237,12 @@ def on_main(action: Callable[[], T], group: Any = None) -> T:
         action: may take hours, but must not communicate with other ranks.
         group: gloo, over all ranks; by default the main thread's.
     """
-    if not _many():
-        return action()
-    group = group or _control
     result: list[Any] = [None]
-    own: Exception | None = None
-    with _heartbeat(group):
-        try:
-            if is_main():
-                result = [action()]
-        except (UsageError, RunError, OSError) as error:
-            own = error
-            result = [_for_others(error)]
-    dist.broadcast_object_list(result, 0, group)
-    if own is not None:
-        raise own
-    if isinstance(result[0], Exception):
-        raise result[0]
+    with raise_on_all_ranks(group):
+        if is_main() or not _many():
+            result = [action()]
+    if _many():
+        dist.broadcast_object_list(result, 0, group or _control)
     return result[0]
 
 
@@ -267,8 +256,10 @@ def all_gather_object(own: T, group: Any = None) -> list[T]:
 
 
 @contextmanager
-def raise_on_all_ranks() -> Iterator[None]:
+def raise_on_all_ranks(group: Any = None) -> Iterator[None]:
     """Run a block on each rank for itself, without collectives; raise an error of one rank on all.
+
+    group: gloo, over all ranks; by default the main thread's.
 
     Raises:
         UsageError, RunError: the error of the first rank that has one.
@@ -277,12 +268,12 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
         return
     own: Exception | None = None
-    with _heartbeat(_control):
+    with _heartbeat(group or _control):
         try:
             yield
         except (UsageError, RunError, OSError) as error:
             own = error
-    found = all_gather_object(own and _for_others(own))
+    found = all_gather_object(own and _for_others(own), group)
     first = next((number for number, each in enumerate(found) if each is not None), None)
     if first is not None:
         raise (own if first == rank() else found[first])  # type: ignore[misc]
@@ -292,9 +283,7 @@ def all_reduce_max(number: int, group: Any = None) -> int:
     """Return the largest of the ranks' numbers. Every rank must call it."""
     if not _many():
         return number
-    largest = torch.tensor(int(number))
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group or _control)
-    return int(largest)
+    return int(agreed_max(torch.tensor(int(number)), group or _control))
 
 
 def agreed_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
