@@ -134,33 +134,27 @@ class DistillationLoss(nn.Module):
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
             )
         options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
+        rows = Supervision(labels_N, mask_N, targets)
         if targets is None or not targets.parts:
-            output = self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
+            output = self._of_one_kind(hidden_ND, head, rows, weights, 0, **options)
         else:
             # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
             head = head.gathered()
-            sizes = [rows for rows, _ in targets.parts]
-            split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
             outputs = []
-            members = targets.members or (0,) * len(sizes)
-            for (hidden_RD, labels_R, mask_R, (_, part)), member in zip(split, members, strict=True):
-                one = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), weights, member, **options)
-                outputs.append(one if part is not None else one._replace(ce_alone=one.ce))
+            members = targets.members or (0,) * len(targets.parts)
+            for (part, own), member in zip(rows.by_kind(), members, strict=True):
+                one = self._of_one_kind(hidden_ND[part], head, own, weights, member, **options)
+                outputs.append(one if own.targets is not None else one._replace(ce_alone=one.ce))
             output = LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
         if isinstance(self.alpha, MeasuredAlpha) and self.alpha.by_forward and self.training:
             self.alpha.follow(output.members)
         return output
 
     def _of_one_kind(
-        self,
-        targets: Targets | None,
-        mask_N: Tensor,
-        rows: tuple[Tensor, HeadPart, Tensor],
-        weights: Any,
-        member: int,
-        **options: Any,
+        self, hidden_RD: Tensor, head: HeadPart, rows: Supervision, weights: Any, member: int, **options: Any
     ) -> LossOutput:
-        """Compute the loss of rows (hidden, head, labels) whose targets are all of one kind and of one member."""
+        """Compute the loss of rows whose targets are all of one kind and of one member."""
+        targets = rows.targets
         if targets is not None and targets.only_at_one and not self.temperature.stays_one:
             _refuse_across(targets)
             raise UsageError(
@@ -169,8 +163,10 @@ class DistillationLoss(nn.Module):
         written = targets is not None and targets.policy is not None  # what a student wrote is no label
         alpha = weights[member] if isinstance(weights, Tensor) else weights
         output = distillation_loss(
-            *rows,
-            mask_N,
+            hidden_RD,
+            head,
+            rows.labels,
+            rows.mask,
             targets,
             temperature=1.0 if self.temperature.stays_one else self.temperature.value(),
             alpha=1.0 if written else alpha,
@@ -181,7 +177,7 @@ class DistillationLoss(nn.Module):
         if written:
             output = output._replace(ce_written=output.ce, kd_written=output.kd)
         if isinstance(weights, Tensor):
-            sums_6 = self._sums(output, targets, mask_N, rows[2])
+            sums_6 = self._sums(output, rows)
             found = torch.zeros(len(weights), 6, dtype=torch.float64, device=output.ce.device)
             if (
                 targets is not None or len(found) > 1
@@ -189,16 +185,16 @@ class DistillationLoss(nn.Module):
                 found[member] = sums_6
             output = output._replace(members=found)
         normalizer = options["normalizer"]
-        extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
+        extra = self.temperature.auxiliary_loss(targets, rows.mask, normalizer)
         # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
 
-    def _sums(self, output: LossOutput, targets: Targets | None, mask_N: Tensor, labels_N: Tensor) -> Tensor:
+    def _sums(self, output: LossOutput, rows: Supervision) -> Tensor:
         """Return one row of `LossOutput.members`."""
         sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
-        if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
-            sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]
-            sums[4:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
+        if rows.targets is not None and rows.targets.forward_only and (sizes := self.byte_lengths) is not None:
+            sizes_R = sizes[rows.labels.clamp(0, len(sizes) - 1)]
+            sums[4:] = (x.masked_fill(~rows.mask, 0.0).sum() for x in (sizes_R, rows.targets.label_bytes(sizes_R)))
         return torch.stack([each.double() for each in sums])
 
 

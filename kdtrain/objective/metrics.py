@@ -145,18 +145,14 @@ def measure(
     Sums that the targets do not contain are None. It waits for the device once.
     """
     head = head.gathered(vocab_size)
-    if targets is not None and targets.parts:
-        sizes = [rows for rows, _ in targets.parts]
-        lengths: list[Tensor | None] = [None] * len(sizes) if bytes_N is None else [*bytes_N.split(sizes)]
-        rest = labels_N.split(sizes), mask_N.split(sizes), targets.parts, lengths
-        return sum(
-            (
-                measure(h, head, n, m, part, vocab_size=vocab_size, chunk=chunk, bytes_N=b)
-                for h, n, m, (_, part), b in zip(hidden_ND.split(sizes), *rest, strict=True)
-            ),
-            Metrics(),
-        )
     rows = Supervision(labels_N, mask_N, targets)
+    if targets is not None and targets.parts:
+        sums = Metrics()
+        for part, own in rows.by_kind():
+            given = own.labels, own.mask, own.targets
+            lengths = None if bytes_N is None else bytes_N[part]
+            sums += measure(hidden_ND[part], head, *given, vocab_size=vocab_size, chunk=chunk, bytes_N=lengths)
+        return sums
     # Of each token: its bytes, those that the teacher's log p is over, and whether it is compared.
     of_teacher = None if bytes_N is None or targets is None else targets.label_bytes(bytes_N)
     compared = None if targets is None else targets.common()

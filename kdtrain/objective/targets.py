@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -117,7 +117,7 @@ class Targets(ABC):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on `device`, which shares the tensors that are there already."""
-        return self.map(lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -231,6 +231,15 @@ class Supervision:
     def double(self) -> Supervision:
         """Return the same inputs with sparse targets in fp64."""
         return replace(self, targets=None if self.targets is None else self.targets.double())
+
+    def by_kind(self) -> Iterator[tuple[slice, Supervision]]:
+        """Yield the place and the inputs of consecutive rows whose targets are of one kind (`Targets.parts`)."""
+        start = 0
+        parts = () if self.targets is None else self.targets.parts
+        for rows, targets in parts or ((len(self.labels), self.targets),):
+            part = slice(start, start + rows)
+            yield part, Supervision(self.labels[part], self.mask[part], targets)
+            start += rows
 
 
 @dataclass(frozen=True)
@@ -474,9 +483,8 @@ class DenseTargets(Targets):
             return torch.stack([value_R, ((scaled_RV - value_R[:, None]).exp_() * energies_RV).sum(-1)])
 
         with torch.no_grad():
-            values_N, slopes_N = self.by_parts(value_and_slope)
-        if keep_N is not None:
-            values_N, slopes_N = _keep(values_N, keep_N, 0.0), _keep(slopes_N, keep_N, 0.0)
+            found_2N = self.by_parts(value_and_slope)
+        values_N, slopes_N = found_2N if keep_N is None else found_2N.masked_fill(~keep_N, 0.0)
         return values_N + slopes_N * (beta - fixed)
 
     def narrow(self, vocab_size: int) -> DenseTargets:
@@ -525,9 +533,12 @@ class OnlineTargets(Targets):
 
     def resolved(self) -> DenseTargets:
         """Compute all logits at once, [N,V]: for a few rows."""
+        return DenseTargets.from_logits(self._logits(), self.labels)
+
+    def _logits(self) -> Tensor:
         from kdtrain.objective.logits import chunk_logits
 
-        return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.width), self.labels)
+        return chunk_logits(self.hidden, self.head, self.width)
 
     @property
     def label_logprob(self) -> Tensor:  # type: ignore[override]
@@ -549,11 +560,7 @@ class OnlineTargets(Targets):
         return logits.ChunkLogits(self.hidden, own, self.width, chunk, compile)
 
     def row_logprobs(self, reader: ChunkLogits | None, columns: slice) -> Tensor:
-        if reader is None:
-            from kdtrain.objective.logits import chunk_logits
-
-            return chunk_logits(self.hidden, self.head, self.width)[:, columns]
-        return reader(self.hidden)
+        return self._logits()[:, columns] if reader is None else reader(self.hidden)
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:

@@ -198,9 +198,8 @@ class _TorchaoProduct:
             gemm_input_role=role,
             device_mesh=mesh,
             scaling_granularity=how.scaling_granularity,
-            axiswise_dim=get_maybe_axiswise_dim(
-                -axis, how.scaling_granularity
-            ),  # it calls the second dimension the last
+            # torchao calls the second dimension the last
+            axiswise_dim=get_maybe_axiswise_dim(-axis, how.scaling_granularity),
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
 

@@ -34,6 +34,7 @@ scales and quantised values are those of one process. Tiles and blocks end at th
 Shape suffixes: N tokens, D inputs, O outputs.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -340,26 +341,21 @@ def quantized_operand(
     parts: where the operand belongs to a weight in parts. A part is rounded stochastically by draws of its own, a whole
     operand by the same draws on each rank.
     """
-    if parts is not None and parts.cut(kind) is not None and recipe.stochastic and kind == "gradient":
-        with DrawsApart(parts.mesh.get_local_rank(), values_RC.device):
-            return _quantized(values_RC, recipe, kind, axis, dtype, parts)
-    return _quantized(values_RC, recipe, kind, axis, dtype, parts)
-
-
-def _quantized(
-    values_RC: Tensor, recipe: FormatRecipe, kind: str, axis: int, dtype: torch.dtype, parts: WeightParts | None
-) -> tuple[Tensor, Tensor | None]:
     element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
     stochastic = recipe.stochastic and kind == "gradient"
     values_RC = values_RC.float()
     scale = None
-    if recipe.scaling == "mx":
-        quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
-    else:
-        tile = _tile(recipe.scaling, kind, axis, values_RC.shape)
-        mesh = None if parts is None else parts.sharing(recipe.scaling, kind, axis)
-        group = None if mesh is None else mesh.get_group()
-        quantized, scale = quantize_fp8(values_RC, element, tile, stochastic=stochastic, group=group)
+    draws: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if stochastic and parts is not None and parts.cut(kind) is not None:
+        draws = DrawsApart(parts.mesh.get_local_rank(), values_RC.device)
+    with draws:
+        if recipe.scaling == "mx":
+            quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
+        else:
+            tile = _tile(recipe.scaling, kind, axis, values_RC.shape)
+            mesh = None if parts is None else parts.sharing(recipe.scaling, kind, axis)
+            group = None if mesh is None else mesh.get_group()
+            quantized, scale = quantize_fp8(values_RC, element, tile, stochastic=stochastic, group=group)
     return quantized.to(dtype), scale
 
 

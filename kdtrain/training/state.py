@@ -225,9 +225,7 @@ class TrainState:
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return `tensors` without the snapshots."""
-        named = {f"student.{name}": tensor for name, tensor in _once(self.student.model).items()}
-        for part, module in self._parts()[1:]:
-            named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
+        named = self._held()
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 named[f"optimizer.{name}.{key}"] = value
@@ -283,24 +281,17 @@ class TrainState:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
         if isinstance(self.student.loss.alpha, MeasuredAlpha):
             tensors = of_before(tensors)
-        for part, module in self._parts():
-            if part in leave:
-                tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}
-                tensors |= {f"{part}.{name}": each for name, each in module.state_dict().items()}
-        own = {f"{part}.{name}" for part, module in self._parts() for name in _once(module)}
-        saved = {name for name in tensors if not name.startswith("optimizer.")}
-        if own != saved:
-            raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
         reshard(self.student.model)  # parameters that a forward left gathered would be out of date
-        for part, module in self._parts():
-            prefix = f"{part}."
-            current = module.state_dict()
-            for name, value in tensors.items():
-                if name.startswith(prefix):
-                    entry = name.removeprefix(prefix)
-                    _refuse_unlike(entry, value, current[entry].shape, current[entry].dtype)
-                    with torch.no_grad():
-                        local(current[entry]).copy_(part_of(value, current[entry]))
+        left = {*leave}
+        tensors = {name: each for name, each in tensors.items() if left.isdisjoint(name.split(".")[:2])}
+        own = {name: each for name, each in self._held().items() if name.partition(".")[0] not in left}
+        saved = {name for name in tensors if not name.startswith("optimizer.")}
+        if wrong := sorted(own.keys() ^ saved):
+            raise RunError(f"the checkpoint does not fit this student; entries that differ: {wrong[:3]}")
+        with torch.no_grad():
+            for name, current in own.items():
+                _refuse_unlike(name.partition(".")[2], tensors[name], current.shape, current.dtype)
+                local(current).copy_(part_of(tensors[name], current))
         self.optimizer.state.clear()
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
@@ -331,6 +322,10 @@ class TrainState:
             ("hidden", hidden),
             ("alpha", loss.alpha),
         ]
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of all parts by name; tied weights appear once."""
+        return {f"{part}.{name}": each for part, module in self._parts() for name, each in _once(module).items()}
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
