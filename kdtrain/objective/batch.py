@@ -13,7 +13,8 @@ from torch import Tensor
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
 
-_TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
+SPARSE = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
+"""The tensors of all sparse targets."""
 _WHOLE = ("logprobs", "label_logprob")
 
 
@@ -116,11 +117,11 @@ class Collator:
 
     def sparse(self, fields: Mapping[str, Tensor]) -> SparseTargets:
         """Return the sparse targets of a batch. UsageError: see `batch`."""
-        needed = (*_TARGETS, *(("knots", "num_samples") if self.codec is None else ()))
+        needed = (*SPARSE, *(("knots", "num_samples") if self.codec is None else ()))
         if missing := sorted({*needed} - set(fields)):
             raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of a cache's sequences")
         flat: dict[str, Any] = {
-            name: fields[name].flatten(0, 1) for name in (*_TARGETS, "partial", "policy") if name in fields
+            name: fields[name].flatten(0, 1) for name in (*SPARSE, "partial", "policy") if name in fields
         }
         top_k = flat["ids"].shape[1] - flat["counts"].shape[1]
         flat["counts"] = torch.nn.functional.pad(flat["counts"], (top_k, 0))

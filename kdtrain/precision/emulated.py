@@ -236,7 +236,7 @@ compiler takes no tensor twice."""
 
 
 def hold(weight_OD: Tensor, recipe: FormatRecipe) -> Held:
-    """Quantise a weight that does not change, for `quantized_linear`; bf16, which holds every quantised value."""
+    """Quantise a weight that does not change, for `QuantizedLinear`; bf16, which holds every quantised value."""
     with torch.no_grad():
         along_D = quantized_operand(weight_OD, recipe, "weight", 1, torch.bfloat16)
         along_O: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -245,27 +245,14 @@ def hold(weight_OD: Tensor, recipe: FormatRecipe) -> Held:
     return *along_D, *along_O
 
 
-def quantized_linear(
-    x_ND: Tensor,
-    weight_OD: Tensor,
-    recipe: FormatRecipe,
-    dtype: torch.dtype,
-    high_forward: bool = False,
-    held: Held | None = None,
-    parts: WeightParts | None = None,
-) -> Tensor:
-    """Compute `x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
+class QuantizedLinear(torch.autograd.Function):
+    """Computes `x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
 
     x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are in bf16, or in fp32 if
-    that is `dtype`. high_forward: quantise in the backward only. held: the weight by `hold`, if it is constant. parts:
-    of what x and weight are this rank's.
+    that is `dtype`. high_forward: quantise in the backward only. parts: of what x and weight are this rank's. The last
+    four: the weight by `hold`, if it is constant.
     """
-    args = (None,) * 4 if held is None else held
-    result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward, parts, *args)
-    return result
 
-
-class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,

@@ -77,7 +77,7 @@ def timed_steps(trainer: Trainer, count: int) -> list[tuple[float, dict[str, flo
     """
     taken = list[tuple[float, dict[str, float]]]()
     started = time.perf_counter()
-    for batches in trainer.stepper.feed().steps():
+    for batches in trainer.stepper.feed():
         stop = StopRequest()
         result = trainer.stepper.take(batches, stop)
         stop.raise_failed()

@@ -47,7 +47,7 @@ from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import learning_rate, run_length
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.sources.source import Feed, Source, order_of, passes_of
+from kdtrain.training.sources.source import Source, feed, order_of, passes_of
 from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.student import Student
 from kdtrain.training.withheld import Withheld
@@ -176,11 +176,11 @@ class Stepper:
         """Seed the random generators of this data rank for step `number`."""
         seed_everything(self.config.seed, number, self.layout.data_rank)
 
-    def feed(self) -> Feed:
+    def feed(self) -> Iterator[Iterator[Batch]]:
         """Return the micro-batches from the cursor on."""
         cursor, size = self.state.progress.sequences, self.config.batch_size
         expected = self.total - self.state.progress.step
-        return Feed(self.source, lambda step: self.share(cursor + step * size), self.micro, expected)
+        return feed(self.source, lambda step: self.share(cursor + step * size), self.micro, expected)
 
     def batches(self) -> list[Batch]:
         """Return the micro-batches of the step at the cursor: as they were kept, or read again."""

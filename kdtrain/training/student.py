@@ -29,7 +29,7 @@ from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.objective.alpha import MeasuredAlpha, too_few
-from kdtrain.objective.batch import Batch, Collator
+from kdtrain.objective.batch import SPARSE, Batch, Collator
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.measured import measured
 from kdtrain.objective.metrics import chunks, measure
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
     from kdtrain.precision.compiled import CompiledLayers
 
 FIELDS = (
-    *("tokens", "loss_mask", "segments", "labels", "ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean"),
-    *("logit_std", "knots", "num_samples", "vocabulary", "temperature_range", "replay", "compared", "teacher_bytes"),
-    *("partial", "policy"),
+    *("tokens", "loss_mask", "segments", "labels", *SPARSE, "knots", "num_samples", "vocabulary", "temperature_range"),
+    *("replay", "compared", "teacher_bytes", "partial", "policy"),
 )
 """The tensors of a batch that a student takes by name: see `Batch.fields` and `Student.forward`."""
 LOSS_FILE = "kdtrain/loss.safetensors"

@@ -200,7 +200,7 @@ class Trainer:
             self.stepper.warm_up(stop)
             then = Next.STOP if self.finished() or stop else Next.READ_AGAIN
             while then is not Next.STOP:
-                for batches in self.stepper.feed().steps():
+                for batches in self.stepper.feed():
                     then = self._step(batches, stop)
                     if then is not Next.CONTINUE:
                         break
