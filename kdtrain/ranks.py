@@ -368,31 +368,24 @@ _LOST = re.compile(r"gloo|nccl|connection (?:closed|reset|refused)|timed out|by 
 
 
 def memory_mb(device: torch.device) -> float:
-    """Return the MiB of memory of this process: reserved on a GPU (cached too), resident on a CPU; 0 if unknown."""
+    """Return the MiB of memory of this process: reserved on a GPU (cached too), resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**20
     return resident_mb()
 
 
 def resident_mb() -> float:
-    """Return the resident memory of this process in MiB; 0 if unknown."""
-    pages = Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
+    """Return the resident memory of this process in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory in MiB: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    status = Path("/proc/self/status")
-    if status.exists():
-        # not ru_maxrss, which survives an exec and may be the peak of the parent process
-        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 1024  # type: ignore[index]
-    import resource
-    import sys
-
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    # not ru_maxrss, which survives an exec and may be the peak of the parent process
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 
 
 def free_everywhere(device: torch.device, given: float | None) -> float | None:

@@ -158,7 +158,7 @@ class _TorchaoProduct:
     recipe: FormatRecipe
     parts: WeightParts | None = None
     """Of which weight the layer has this rank's; its scales reach over the parts."""
-    held: tuple[Any, Any] | None = None
+    held: Any = None
     """A constant weight, cast once from bf16 for the sums along D and along O."""
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:

@@ -495,22 +495,25 @@ class Stepper:
         student = self.student
         adaptive = self.state.adaptive
         count = max(read["tokens"], 1.0)
+
+        def means(*names: str) -> dict[str, float]:
+            return {name: read[name] / count for name in names}
+
         metrics = {"loss": read["loss"]}
         weights = {name: value for name, value in read.items() if name.partition("/")[0] == "alpha"}
         weight = student.loss.alpha.value()
         if weights or weight:
-            means = {"ce": read["ce"] / count, "kd": read["kd"] / count, "kd_T1": read["kd_at_one"] / count}
-            metrics |= {**means, "T": read["T"]}
+            metrics |= {**means("ce", "kd"), "kd_T1": read["kd_at_one"] / count, "T": read["T"]}
             if self.source.facts.replays:
-                metrics["ce_alone"] = read["ce_alone"] / count
+                metrics |= means("ce_alone")
             if weights:
-                metrics |= {"teacher_ce": read["teacher_ce"] / count, **weights}
+                metrics |= {**means("teacher_ce"), **weights}
             elif student.loss.alpha.fixed is None:
                 metrics["alpha"] = float(weight)
         if student.hidden_loss is not None:
-            metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}
+            metrics |= means("ce", "hidden")
         if student.router_weight:
-            metrics |= {"ce": read["ce"] / count, "router": read["router"] / count}
+            metrics |= means("ce", "router")
         metrics |= {"lr": rate, "grad_norm": read["grad_norm"], "tokens": read["tokens"]}
         if student.quantized is not None:
             metrics["quantized"] = float(student.present_mode == student.quantized)

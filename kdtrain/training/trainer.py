@@ -249,10 +249,10 @@ class Trainer:
             raise reported(
                 RunError("no token of the validation sequences counts; use more --eval-batches, or other data")
             )
-        numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
-        for member, own in members.items():
+        numbers = {}
+        for whose, own in {"": metrics, **{f"{name}/": each for name, each in members.items()}}.items():
             known = summary(own).items()
-            numbers |= {f"validation/{member}/{name}": value for name, value in known if value is not None}
+            numbers |= {f"validation/{whose}{name}": value for name, value in known if value is not None}
         if score is not None:
             numbers["validation/score"] = score
         bins = [[round(number, 6) for number in each.values()] for each in calibration(metrics)]
