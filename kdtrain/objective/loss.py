@@ -29,7 +29,7 @@ from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.alpha import Alpha, MeasuredAlpha
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine.fused import Request, fused_loss
-from kdtrain.objective.statistics import Statistics
+from kdtrain.objective.statistics import Events, Statistics
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
 
@@ -260,8 +260,7 @@ def distillation_loss(
     request = Request(
         head=head,
         rows=Supervision(labels_N, mask_N, targets),
-        sparse_loss=recipe.sparse,
-        dense_loss=recipe.dense,
+        loss=recipe.sparse if targets is None or targets.width is None else recipe.dense,
         divergence=(name, parameter),
         sums=4,
         vocab_size=vocab_size,
@@ -295,17 +294,21 @@ class _Recipe:
         cross_entropy_R = statistics.lse - statistics.label
         if rows.targets is None:
             return self._joined(beta, rows.mask, cross_entropy_R, None, None, None)
-        measure, of_label = DIVERGENCES.get(self.divergence).of, DIVERGENCES.get(self.divergence).of_label
+        divergence = DIVERGENCES.get(self.divergence)
         label_R = rows.targets.label_logprob
-        if of_label is not None:
-            kd_R = of_label(statistics, rows)
+        if divergence.of_label is not None:
+            kd_R = divergence.of_label(statistics, rows)
             return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R.detach(), label_R)
-        kd_R, alone_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
+
+        def measure(events: Events) -> Tensor:
+            return divergence.of(events, self.parameter)  # type: ignore[no-any-return]
+
+        kd_R, alone_R = rows.targets.measured(measure, self.tail, statistics, beta)
         if not self.at_one or rows.targets.known_at_one:
             return self._joined(beta, rows.mask, cross_entropy_R, kd_R, alone_R if self.at_one else None, label_R)
         with torch.no_grad():
             events = rows.targets.at_one().events(self.tail, statistics.at_one(), torch.ones_like(beta))
-            at_one_R = measure(events, self.parameter)
+            at_one_R = measure(events)
         return self._joined(beta, rows.mask, cross_entropy_R, kd_R, at_one_R, label_R)
 
     def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
@@ -353,12 +356,13 @@ def _described(tensor: Tensor) -> str:
 
 def _check(targets: Targets, divergence: str, tail: str, vocab_size: int) -> None:
     refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=not targets.has_tail)
-    if DIVERGENCES.get(parse(divergence)[0]).of_label is not None and targets.policy is None:
+    entry = DIVERGENCES.get(parse(divergence)[0])
+    if entry.of_label is not None and targets.policy is None:
         raise UsageError(
             f"--divergence {divergence} learns from tokens that the student drew, with its log p of them; train on "
             "rollouts (--on-policy, --rollouts), or use forward-kl"
         )
-    if targets.forward_only and ("sampled" not in DIVERGENCES.get(parse(divergence)[0]).accepts or tail != "ghost"):
+    if targets.forward_only and ("sampled" not in entry.accepts or tail != "ghost"):
         raise UsageError(
             f"--divergence {divergence} with --tail {tail} cannot be computed across tokenizers; use forward-kl, and "
             "leave --tail out"

@@ -394,7 +394,7 @@ class Stepper:
         if adaptive is None:
             return
         adaptive.gap = None
-        if not adaptive.controller.wants_gap(number):
+        if not adaptive.wants_gap(number):
             return
         losses = []
         for position in adaptive.positions:

@@ -249,7 +249,7 @@ class Trainer:
             raise reported(
                 RunError("no token of the validation sequences counts; use more --eval-batches, or other data")
             )
-        numbers = {}
+        numbers = dict[str, float]()
         for whose, own in {"": metrics, **{f"{name}/": each for name, each in members.items()}}.items():
             known = summary(own).items()
             numbers |= {f"validation/{whose}{name}": value for name, value in known if value is not None}
@@ -360,7 +360,7 @@ class Trainer:
         names = []
         adaptive = self.state.adaptive
         if result is not None and adaptive is not None:
-            names = self.recovery.act(progress.step, adaptive.controller.judged(result.metrics))[0]
+            names = self.recovery.act(progress.step, adaptive.judged(result.metrics))[0]
         if improved or progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished():
             names.append(tiers.name_of("rolling", progress.step))
         if ends_epoch:
@@ -390,7 +390,7 @@ class Trainer:
         elif warmup_steps(planned, options) <= progress.step < self.total - decay_steps(planned, options):
             progress.decay_from = progress.step
             if self.state.adaptive is not None:
-                self.state.adaptive.controller.begin_decay(progress.step)
+                self.state.adaptive.begin_decay(progress.step)
             self.writers.event("decay", progress.step, reason=reason, steps=self.total)
             log.info("a plateau begins the decay, which ends at step %d: %s", self.total, reason)
 
