@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Supervision, Targets
 
 SPARSE = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
 """The tensors of all sparse targets."""
@@ -49,6 +49,10 @@ class Batch:
         names = ("tokens", "loss_mask", "segments")
         tokens, loss_mask, segments = (torch.cat([getattr(each, name) for each in parts]) for name in names)
         return cls(tokens, loss_mask, segments, targets)
+
+    def rows(self) -> Supervision:
+        """Return the labels, the mask and the targets of all N positions, sequence by sequence."""
+        return Supervision(self.tokens[:, 1:].flatten(), self.loss_mask.flatten(), self.targets)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the same batch with `change` applied to every tensor."""

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from kdtrain.config.sections import FIXED_ALPHA
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.metrics import chunks, losses
-from kdtrain.objective.targets import Supervision
 
 MOST = FIXED_ALPHA
 _LEAST_EVIDENCE = 16.0
@@ -78,10 +76,9 @@ def measured(
     for batch in batches:
         if batch is None:
             return None
-        labels_N, mask_N = (rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask))
         hidden_ND = student.hidden_eager(batch)
         head = student.model.head.gathered(student.vocab_size)
-        for part, rows in Supervision(labels_N, mask_N, batch.targets).by_kind():
+        for part, rows in batch.rows().by_kind():
             if rows.targets is not None:
                 pieces = chunks(hidden_ND[part], head, rows, student.vocab_size)
                 losses_R3 = torch.cat([losses(z_RV, own, head) for _, z_RV, own in pieces])

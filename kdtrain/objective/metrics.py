@@ -132,26 +132,23 @@ class Metrics:
 def measure(
     hidden_ND: Tensor,
     head: HeadPart,
-    labels_N: Tensor,
-    mask_N: Tensor,
-    targets: Targets | None,
+    rows: Supervision,
     *,
     vocab_size: int,
     chunk: int | None = None,
     bytes_N: Tensor | None = None,
 ) -> Metrics:
-    """Measure N tokens; the arguments are the same as of `loss.distillation_loss`, and the bytes of each label.
+    """Measure N tokens; the arguments are the same as of `loss.distillation_loss`, and `bytes_N` of each label.
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
     head = head.gathered(vocab_size)
-    rows = Supervision(labels_N, mask_N, targets)
+    targets = rows.targets
     if targets is not None and targets.parts:
         sums = Metrics()
         for part, own in rows.by_kind():
-            given = own.labels, own.mask, own.targets
             lengths = None if bytes_N is None else bytes_N[part]
-            sums += measure(hidden_ND[part], head, *given, vocab_size=vocab_size, chunk=chunk, bytes_N=lengths)
+            sums += measure(hidden_ND[part], head, own, vocab_size=vocab_size, chunk=chunk, bytes_N=lengths)
         return sums
     # Of each token: its bytes, those that the teacher's log p is over, and whether it is compared.
     of_teacher = None if bytes_N is None or targets is None else targets.label_bytes(bytes_N)

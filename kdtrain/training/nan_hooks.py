@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -138,7 +137,7 @@ class NanHooks(Observer):
         self._micro_batch += 1
         self._checked = 0
         batch = arguments[0]
-        mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
+        mask_N = batch.rows().mask
         for number, states_ND in enumerate(batch.states):
             self._check("teacher", f"hidden states {number}", "forward", states_ND.masked_fill(~mask_N[:, None], 0))
         if batch.targets is not None:  # log 0 in a dense distribution is clamped to a finite value
