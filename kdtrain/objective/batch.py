@@ -14,8 +14,6 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Supervision, Targets
 
 SPARSE = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
-"""The tensors of all sparse targets."""
-_WHOLE = ("logprobs", "label_logprob")
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,9 @@ class Collator:
         if "ids" in fields:
             return self.sparse(fields)
         if "logprobs" in fields:
-            return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in (*_WHOLE, "policy")})
+            return DenseTargets(
+                **{k: v.flatten(0, 1) for k, v in fields.items() if k in ("logprobs", "label_logprob", "policy")}
+            )
         if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
             from kdtrain.objective.mixed import MixedTargets
 

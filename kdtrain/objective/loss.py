@@ -29,6 +29,7 @@ from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.alpha import Alpha, MeasuredAlpha
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine.fused import Request, fused_loss
+from kdtrain.objective.metrics import by_kind
 from kdtrain.objective.statistics import Events, Statistics
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
@@ -142,7 +143,7 @@ class DistillationLoss(nn.Module):
             head = head.gathered()
             outputs = []
             members = targets.members or (0,) * len(targets.parts)
-            for (part, own), member in zip(rows.by_kind(), members, strict=True):
+            for (part, own), member in zip(by_kind(rows), members, strict=True):
                 one = self._of_one_kind(hidden_ND[part], head, own, weights, member, **options)
                 outputs.append(one if own.targets is not None else one._replace(ce_alone=one.ce))
             output = LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kdtrain.config.sections import FIXED_ALPHA
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.metrics import chunks, losses
+from kdtrain.objective.metrics import by_kind, chunks, losses
 
 MOST = FIXED_ALPHA
 _LEAST_EVIDENCE = 16.0
@@ -78,7 +78,7 @@ def measured(
             return None
         hidden_ND = student.hidden_eager(batch)
         head = student.model.head.gathered(student.vocab_size)
-        for part, rows in batch.rows().by_kind():
+        for part, rows in by_kind(batch.rows()):
             if rows.targets is not None:
                 pieces = chunks(hidden_ND[part], head, rows, student.vocab_size)
                 losses_R3 = torch.cat([losses(z_RV, own, head) for _, z_RV, own in pieces])

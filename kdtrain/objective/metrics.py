@@ -146,7 +146,7 @@ def measure(
     targets = rows.targets
     if targets is not None and targets.parts:
         sums = Metrics()
-        for part, own in rows.by_kind():
+        for part, own in by_kind(rows):
             lengths = None if bytes_N is None else bytes_N[part]
             sums += measure(hidden_ND[part], head, own, vocab_size=vocab_size, chunk=chunk, bytes_N=lengths)
         return sums
@@ -171,6 +171,16 @@ def measure(
     if parts:
         total += torch.stack(parts).double().cpu().sum(0)
     return Metrics.from_vector(total.tolist())
+
+
+def by_kind(rows: Supervision) -> Iterator[tuple[slice, Supervision]]:
+    """Yield the place and the inputs of consecutive rows whose targets are of one kind (`Targets.parts`)."""
+    start = 0
+    parts = () if rows.targets is None else rows.targets.parts
+    for size, targets in parts or ((len(rows.labels), rows.targets),):
+        part = slice(start, start + size)
+        yield part, Supervision(rows.labels[part], rows.mask[part], targets)
+        start += size
 
 
 def losses(z_RV: Tensor, rows: Supervision, head: HeadPart) -> Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -232,15 +232,6 @@ class Supervision:
         """Return the same inputs with sparse targets in fp64."""
         return replace(self, targets=None if self.targets is None else self.targets.double())
 
-    def by_kind(self) -> Iterator[tuple[slice, Supervision]]:
-        """Yield the place and the inputs of consecutive rows whose targets are of one kind (`Targets.parts`)."""
-        start = 0
-        parts = () if self.targets is None else self.targets.parts
-        for rows, targets in parts or ((len(self.labels), self.targets),):
-            part = slice(start, start + rows)
-            yield part, Supervision(self.labels[part], self.mask[part], targets)
-            start += rows
-
 
 @dataclass(frozen=True)
 class SparseTargets(Targets):
@@ -275,7 +266,6 @@ class SparseTargets(Targets):
     known: Tensor | None = None
     """[N,6] nats, made by `at`: L at a beta, its slope there, and L at 1; then the same of log Z."""
     known_at_one: bool = False
-    """True where every requested beta is 1 (`at_one`)."""
     partial: Tensor | None = None
     """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`teacher_cells`)."""
     policy: Tensor | None = None
