@@ -14,6 +14,7 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets, Supervision, Targets
 
 SPARSE = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
+_WHOLE = ("logprobs", "label_logprob", "policy")
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,7 @@ class Collator:
         if "ids" in fields:
             return self.sparse(fields)
         if "logprobs" in fields:
-            return DenseTargets(
-                **{k: v.flatten(0, 1) for k, v in fields.items() if k in ("logprobs", "label_logprob", "policy")}
-            )
+            return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in _WHOLE})
         if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
             from kdtrain.objective.mixed import MixedTargets
 
@@ -124,9 +123,8 @@ class Collator:
         needed = (*SPARSE, *(("knots", "num_samples") if self.codec is None else ()))
         if missing := sorted({*needed} - set(fields)):
             raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of a cache's sequences")
-        flat: dict[str, Any] = {
-            name: fields[name].flatten(0, 1) for name in (*SPARSE, "partial", "policy") if name in fields
-        }
+        names = (*SPARSE, "partial", "policy")
+        flat: dict[str, Any] = {name: fields[name].flatten(0, 1) for name in names if name in fields}
         top_k = flat["ids"].shape[1] - flat["counts"].shape[1]
         flat["counts"] = torch.nn.functional.pad(flat["counts"], (top_k, 0))
         knots, num_samples = self.codec or self._read(fields, top_k)
