@@ -178,25 +178,20 @@ class DistillationLoss(nn.Module):
         if written:
             output = output._replace(ce_written=output.ce, kd_written=output.kd)
         if isinstance(weights, Tensor):
-            sums_6 = self._sums(output, rows)
+            sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
+            if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
+                sizes_R = sizes[rows.labels.clamp(0, len(sizes) - 1)]
+                sums[4:] = (x.masked_fill(~rows.mask, 0.0).sum() for x in (sizes_R, targets.label_bytes(sizes_R)))
             found = torch.zeros(len(weights), 6, dtype=torch.float64, device=output.ce.device)
             if (
                 targets is not None or len(found) > 1
             ) and not written:  # of rows without a teacher only a member of its own counts
-                found[member] = sums_6
+                found[member] = torch.stack([each.double() for each in sums])
             output = output._replace(members=found)
         normalizer = options["normalizer"]
         extra = self.temperature.auxiliary_loss(targets, rows.mask, normalizer)
         # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
-
-    def _sums(self, output: LossOutput, rows: Supervision) -> Tensor:
-        """Return one row of `LossOutput.members`."""
-        sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
-        if rows.targets is not None and rows.targets.forward_only and (sizes := self.byte_lengths) is not None:
-            sizes_R = sizes[rows.labels.clamp(0, len(sizes) - 1)]
-            sums[4:] = (x.masked_fill(~rows.mask, 0.0).sum() for x in (sizes_R, rows.targets.label_bytes(sizes_R)))
-        return torch.stack([each.double() for each in sums])
 
 
 def distillation_loss(

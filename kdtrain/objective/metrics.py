@@ -26,7 +26,6 @@ from torch import Tensor
 from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.logits import chunk_logits, chunk_rows
-from kdtrain.objective.statistics import Events
 from kdtrain.objective.targets import Supervision, Targets
 
 BINS = 15
@@ -230,7 +229,14 @@ def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision, head
     targets = rows.targets.resolved()
     known = targets.compare(z_RV, rows.labels, head)
     sum_over_parts = head.sum if known.in_parts else (lambda each: each)
-    variance_R = _sample_variance(known.divergence, targets) if _sampled(targets) else zero_R
+    variance_R = zero_R
+    if _sampled(targets):  # of what a sample adds to the estimate; at T = 1 alone E[log p] is known, and it adds -log q
+        events, weight_RE = known.divergence, known.divergence.weight
+        assert weight_RE is not None
+        each_RE = events.student if targets.only_at_one else events.teacher - events.student
+        each_RE = each_RE.masked_fill(weight_RE == 0, 0.0)  # of absent entries a number whose square is infinite
+        mean_R1 = (weight_RE * each_RE).sum(-1, keepdim=True)
+        variance_R = (weight_RE * (each_RE - mean_R1).square()).sum(-1) / max(targets.num_samples - 1, 1)
     columns = [sum_over_parts(forward_kl(known.divergence)), variance_R, -targets.label_logprob.to(z_RV.dtype)]
     if known.most_likely is None or top_R is None:
         return [*columns, zero_R, zero_R]
@@ -242,15 +248,3 @@ def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision, head
 def _sampled(targets: Targets) -> bool:
     """Return whether samples alone stand for the teacher, whose own tokens they are."""
     return targets.num_samples > 0 and not targets.has_top and targets.common() is None
-
-
-def _sample_variance(events: Events, targets: Targets) -> Tensor:
-    """Return the variance [R] of forward KL's estimate: of what a sample adds to it, by the number of samples.
-
-    Of the samples at T = 1 alone E[log p] is known, so that a sample adds its -log q only.
-    """
-    assert events.weight is not None
-    each_RE = events.student if targets.only_at_one else events.teacher - events.student
-    each_RE = each_RE.masked_fill(events.weight == 0, 0.0)  # of absent entries a number whose square is infinite
-    mean_R1 = (events.weight * each_RE).sum(-1, keepdim=True)
-    return (events.weight * (each_RE - mean_R1).square()).sum(-1) / max(targets.num_samples - 1, 1)

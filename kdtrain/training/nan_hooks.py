@@ -202,9 +202,14 @@ def find_first(student: Student, batches: Sequence[Batch], normalizer: float) ->
                 if hooks._first is None or world_size() > 1:
                     loss.backward()
                 if hooks._first is not None and world_size() == 1:
-                    break
-            norm = None if hooks._first is not None and world_size() == 1 else _norm(student, len(batches))
-        return hooks._first or norm
+                    return hooks._first
+            # the squares of finite gradients may exceed fp32
+            gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+            if not gradients or total_norm(list(gradients.values())).isfinite():
+                return hooks._first
+            module, what = _owner(max(gradients, key=lambda name: peak(gradients[name])))
+            which = f"{_NORM}, with that of {what} as the largest,"
+            return hooks._first or Finding(module, which, "backward", (), 1, (), len(batches))
     except torch.OutOfMemoryError:
         return Finding("", "", "", (), 0, (), hooks._micro_batch)
     finally:
@@ -230,16 +235,6 @@ def write_bundle(
         "versions": {"kdtrain": __version__, "python": platform.python_version(), **versions},
     }
     (folder / "finding.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _norm(student: Student, micro_batch: int) -> Finding | None:
-    """Return the finding of an infinite norm of finite gradients, whose squares exceed fp32."""
-    gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
-    if not gradients or total_norm(list(gradients.values())).isfinite():
-        return None
-    largest = max(gradients, key=lambda name: peak(gradients[name]))
-    module, what = _owner(largest)
-    return Finding(module, f"{_NORM}, with that of {what} as the largest,", "backward", (), 1, (), micro_batch)
 
 
 def _public(name: str) -> str:

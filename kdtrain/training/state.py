@@ -297,7 +297,13 @@ class TrainState:
             prefix = f"optimizer.{name}."
             moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if moments:
-                _refuse_other_moments(name, moments, self.optimizer.slots(parameter))
+                # fused AdamW reads and writes beyond the end of smaller tensors
+                slots = self.optimizer.slots(parameter)
+                if slots.keys() != moments.keys():
+                    text = f"{prefix.removesuffix('.')} has {sorted(moments)}; an optimizer keeps {sorted(slots)}"
+                    raise RunError(f"the checkpoint's {text}")
+                for key, shape in slots.items():
+                    _refuse_unlike(f"{prefix}{key}", moments[key], shape, torch.float32)
                 # sharded like their parameter and on its device; fused AdamW keeps its step counter there too
                 self.optimizer.state[parameter] = {key: cut_like(value, parameter) for key, value in moments.items()}
         if unknown := sorted(numbers["progress"].keys() - asdict(self.progress).keys()):
@@ -353,14 +359,6 @@ def _once(module: nn.Module) -> dict[str, torch.Tensor]:
             unique[name] = tensor.detach()
         seen.add(id(tensor))
     return unique
-
-
-def _refuse_other_moments(name: str, saved: dict[str, torch.Tensor], slots: dict[str, torch.Size]) -> None:
-    """Refuse moments of another shape or type: fused AdamW reads and writes beyond the end of smaller tensors."""
-    if slots.keys() != saved.keys():
-        raise RunError(f"the checkpoint's optimizer.{name} has {sorted(saved)}; an optimizer keeps {sorted(slots)}")
-    for key, shape in slots.items():
-        _refuse_unlike(f"optimizer.{name}.{key}", saved[key], shape, torch.float32)
 
 
 def _refuse_unlike(name: str, saved: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:

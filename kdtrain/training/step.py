@@ -225,7 +225,10 @@ class Stepper:
         alpha = self.student.loss.alpha
         if isinstance(alpha, MeasuredAlpha):
             tensors |= self._weights(compared, alpha)
-        self._all_reduce_gradients()
+        if world_size() > 1:  # no wrapper exchanges those of temperature and projections
+            exchange(self._unclipped(), self.layout.sum)
+        # of weights that each tensor rank holds whole, and whose gradient it sees in part
+        sum_over_tensor_ranks(self.student.model, self.layout)
         if self.reporter.gradients_checked or tensors["tokens"] > 0:
             self.reporter.backward(number)
         norm, scale = self._clip(tensors["tokens"], self.reporter.shows_gradients(number))
@@ -474,16 +477,6 @@ class Stepper:
             torch._foreach_div_([local(each) for each in clipped], scale)
             scale = torch.ones_like(scale)
         return norm, scale
-
-    def _all_reduce_gradients(self) -> None:
-        """Sum the gradients that no wrapper exchanges.
-
-        Over the data ranks these are of temperature and projections; over the tensor ranks, of weights that each rank
-        holds whole and whose gradient it sees in part.
-        """
-        if world_size() > 1:
-            exchange(self._unclipped(), self.layout.sum)
-        sum_over_tensor_ranks(self.student.model, self.layout)
 
     def _unclipped(self) -> list[torch.Tensor]:
         """Return the gradients that are not part of the norm."""
