@@ -237,23 +237,12 @@ def on_main(action: Callable[[], T], group: Any = None) -> T:
         action: may take hours, but must not communicate with other ranks.
         group: gloo, over all ranks; by default the main thread's.
     """
-    if not _many():
-        return action()
-    group = group or _control
     result: list[Any] = [None]
-    own: Exception | None = None
-    with _heartbeat(group):
-        try:
-            if is_main():
-                result = [action()]
-        except (UsageError, RunError, OSError) as error:
-            own = error
-            result = [_for_others(error)]
-    dist.broadcast_object_list(result, 0, group)
-    if own is not None:
-        raise own
-    if isinstance(result[0], Exception):
-        raise result[0]
+    with raise_on_all_ranks(group):
+        if is_main() or not _many():
+            result = [action()]
+    if _many():
+        dist.broadcast_object_list(result, 0, group or _control)
     return result[0]
 
 
@@ -267,8 +256,10 @@ def all_gather_object(own: T, group: Any = None) -> list[T]:
 
 
 @contextmanager
-def raise_on_all_ranks() -> Iterator[None]:
+def raise_on_all_ranks(group: Any = None) -> Iterator[None]:
     """Run a block on each rank for itself, without collectives; raise an error of one rank on all.
+
+    group: gloo, over all ranks; by default the main thread's.
 
     Raises:
         UsageError, RunError: the error of the first rank that has one.
@@ -277,12 +268,12 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
         return
     own: Exception | None = None
-    with _heartbeat(_control):
+    with _heartbeat(group or _control):
         try:
             yield
         except (UsageError, RunError, OSError) as error:
             own = error
-    found = all_gather_object(own and _for_others(own))
+    found = all_gather_object(own and _for_others(own), group)
     first = next((number for number, each in enumerate(found) if each is not None), None)
     if first is not None:
         raise (own if first == rank() else found[first])  # type: ignore[misc]
@@ -292,9 +283,7 @@ def all_reduce_max(number: int, group: Any = None) -> int:
     """Return the largest of the ranks' numbers. Every rank must call it."""
     if not _many():
         return number
-    largest = torch.tensor(int(number))
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group or _control)
-    return int(largest)
+    return int(agreed_max(torch.tensor(int(number)), group or _control))
 
 
 def agreed_max(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -379,31 +368,24 @@ _LOST = re.compile(r"gloo|nccl|connection (?:closed|reset|refused)|timed out|by 
 
 
 def memory_mb(device: torch.device) -> float:
-    """Return the MiB of memory of this process: reserved on a GPU (cached too), resident on a CPU; 0 if unknown."""
+    """Return the MiB of memory of this process: reserved on a GPU (cached too), resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**20
     return resident_mb()
 
 
 def resident_mb() -> float:
-    """Return the resident memory of this process in MiB; 0 if unknown."""
-    pages = Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if pages.exists() else 0.0
+    """Return the resident memory of this process in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory in MiB: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    status = Path("/proc/self/status")
-    if status.exists():
-        # not ru_maxrss, which survives an exec and may be the peak of the parent process
-        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 1024  # type: ignore[index]
-    import resource
-    import sys
-
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS and in KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    # not ru_maxrss, which survives an exec and may be the peak of the parent process
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 
 
 def free_everywhere(device: torch.device, given: float | None) -> float | None:

@@ -32,7 +32,7 @@ from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.signals import StopRequest
 from kdtrain.training.sources.build import StudentSource
 from kdtrain.training.sources.cache import CachedSource
-from kdtrain.training.sources.source import Facts, Feed, Source
+from kdtrain.training.sources.source import Facts, Source, feed
 from kdtrain.training.state import Progress
 from kdtrain.training.step import Status
 from kdtrain.training.student import Student
@@ -151,8 +151,7 @@ class Bench:
         """
         order = np.random.RandomState(0).permutation(len(source)) if shuffled else np.arange(len(source))
         starts = max(len(source) - self.batch + 1, 1)
-        feed = Feed(source, lambda number: order[number * self.batch % starts :][: self.batch], self.batch)
-        batches = feed.steps()
+        batches = feed(source, lambda number: order[number * self.batch % starts :][: self.batch], self.batch)
         taught = self.has_teacher and source.facts.targets != "none"
         at_one = Temperature(1.0).to(self.device) if source.facts.temperature_range == (1.0, 1.0) else None
 

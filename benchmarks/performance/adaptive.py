@@ -24,7 +24,7 @@ from benchmarks.harness.bench import Bench, Tokens
 from benchmarks.harness.record import Goal, Options, Record
 from benchmarks.harness.timing import synchronize, without_graphs
 from kdtrain.precision.backends import FormatChoice, choose, make_recipe
-from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
+from kdtrain.precision.controller import Adaptive, Policy
 from kdtrain.precision.linear import convert
 from kdtrain.precision.modes import Switch
 from kdtrain.training.trainer import Trainer
@@ -122,8 +122,7 @@ def _adaptive(bench: Bench, sizes: Sizes) -> dict[str, Any]:
         min_dwell=sizes.window // 2,
         keep=1,
     )
-    controller = PrecisionController(policy)
-    run.state.adaptive = Adaptive(controller, run.student.switch, "high")
+    run.state.adaptive = controller = Adaptive(policy, run.student.switch, "high")
     started, made = time.perf_counter(), _graphs()
     run.stepper.warm_up(bench.stop)
     synchronize(device)

@@ -109,7 +109,7 @@ def gap(cache: Path, pairs: int) -> dict[str, Any]:
             with_it, without = [], []
             for number in range(2 * pairs + 4):
                 probing = (number + number // 2) % 2 == 0  # in turns, and each first as often as second
-                run.state.adaptive.controller.wants_gap = lambda step, probing=probing: probing
+                run.state.adaptive.wants_gap = lambda step, probing=probing: probing
                 (with_it if probing else without).append(timed_steps(run, 1)[0][0])
             step, probe = (statistics.median(each[2:]) for each in (without, with_it))
             found |= {f"{name}_seconds": step, f"probe_share_{name}": (probe - step) / every / step}

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -263,18 +262,6 @@ class Saver:
         """Wait for the save in flight, and free the buffers."""
         self._buffers.clear()
         self.wait()
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Call `close`; if the block raises, an error of the saver is only logged."""
-        try:
-            self.close()
-        except RunError as own:
-            if error is None:
-                raise
-            log.error("%s", own)
 
     def _patiently(self, publish: Callable[[], None], when_full: Callable[[int], bool]) -> None:
         """Call `publish` until the disk has space, or `when_full`, given the number of attempts, returns False."""

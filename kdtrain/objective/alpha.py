@@ -224,15 +224,12 @@ def build_alpha(options: ObjectiveConfig, total_steps: int, taught: Sequence[boo
 
 
 def of_before(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with that of an alpha by an older rule as today's, which measures anew; keep any other."""
-    if (means_M3 := tensors.get("alpha.means")) is not None:  # it followed its training batches
-        student_M, teacher_M, divergence_M = means_M3.double().unbind(1)
-        present_M = ((student_M - teacher_M) / divergence_M.clamp(min=0)).clamp(0, MOST).nan_to_num(MOST)
-        means_M2 = means_M3.double()[:, :2]
-    elif (known := tensors.get("alpha.known")) is not None and known.shape[1] == 3:  # and kept share, posterior and G
-        present_M, means_M2 = tensors["alpha.present"], tensors["alpha.trained"]
-    else:
+    """Return the state with that of an alpha that followed its training batches as today's, which measures anew."""
+    if (means_M3 := tensors.get("alpha.means")) is None:
         return tensors
+    student_M, teacher_M, divergence_M = means_M3.double().unbind(1)
+    present_M = ((student_M - teacher_M) / divergence_M.clamp(min=0)).clamp(0, MOST).nan_to_num(MOST)
+    means_M2 = means_M3.double()[:, :2]
     begun_M1 = means_M2[:, :1].isfinite()
     averages_M2 = torch.where(begun_M1, means_M2, 0.0)
     own = {"alpha.present": present_M, "alpha.then": averages_M2}

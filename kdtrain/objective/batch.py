@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kdtrain.errors import UsageError
-from kdtrain.objective.targets import DenseTargets, SparseTargets, Targets
+from kdtrain.objective.targets import DenseTargets, SparseTargets, Supervision, Targets
 
-_TARGETS = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
-_WHOLE = ("logprobs", "label_logprob")
+SPARSE = ("ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean", "logit_std")
+_WHOLE = ("logprobs", "label_logprob", "policy")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class Batch:
         names = ("tokens", "loss_mask", "segments")
         tokens, loss_mask, segments = (torch.cat([getattr(each, name) for each in parts]) for name in names)
         return cls(tokens, loss_mask, segments, targets)
+
+    def rows(self) -> Supervision:
+        """Return the labels, the mask and the targets of all N positions, sequence by sequence."""
+        return Supervision(self.tokens[:, 1:].flatten(), self.loss_mask.flatten(), self.targets)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the same batch with `change` applied to every tensor."""
@@ -107,7 +111,7 @@ class Collator:
         if "ids" in fields:
             return self.sparse(fields)
         if "logprobs" in fields:
-            return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in (*_WHOLE, "policy")})
+            return DenseTargets(**{k: v.flatten(0, 1) for k, v in fields.items() if k in _WHOLE})
         if "replay" in fields:  # of a mixture, and not of a loop that has lost the targets
             from kdtrain.objective.mixed import MixedTargets
 
@@ -116,12 +120,11 @@ class Collator:
 
     def sparse(self, fields: Mapping[str, Tensor]) -> SparseTargets:
         """Return the sparse targets of a batch. UsageError: see `batch`."""
-        needed = (*_TARGETS, *(("knots", "num_samples") if self.codec is None else ()))
+        needed = (*SPARSE, *(("knots", "num_samples") if self.codec is None else ()))
         if missing := sorted({*needed} - set(fields)):
             raise UsageError(f"the batch has no tensor '{missing[0]}'; make batches by collate, of a cache's sequences")
-        flat: dict[str, Any] = {
-            name: fields[name].flatten(0, 1) for name in (*_TARGETS, "partial", "policy") if name in fields
-        }
+        names = (*SPARSE, "partial", "policy")
+        flat: dict[str, Any] = {name: fields[name].flatten(0, 1) for name in names if name in fields}
         top_k = flat["ids"].shape[1] - flat["counts"].shape[1]
         flat["counts"] = torch.nn.functional.pad(flat["counts"], (top_k, 0))
         knots, num_samples = self.codec or self._read(fields, top_k)

@@ -29,7 +29,8 @@ from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.alpha import Alpha, MeasuredAlpha
 from kdtrain.objective.divergence import parse, refuse
 from kdtrain.objective.engine.fused import Request, fused_loss
-from kdtrain.objective.statistics import Statistics
+from kdtrain.objective.metrics import by_kind
+from kdtrain.objective.statistics import Events, Statistics
 from kdtrain.objective.targets import Supervision, Targets, per_token, scalar
 from kdtrain.objective.temperature import Temperature
 
@@ -134,33 +135,27 @@ class DistillationLoss(nn.Module):
                 "cache (a collator may have dropped their tensors), or --alpha 0, which is plain cross-entropy"
             )
         options = {"vocab_size": vocab_size, "normalizer": normalizer, "compile": compile}
+        rows = Supervision(labels_N, mask_N, targets)
         if targets is None or not targets.parts:
-            output = self._of_one_kind(targets, mask_N, (hidden_ND, head, labels_N), weights, 0, **options)
+            output = self._of_one_kind(hidden_ND, head, rows, weights, 0, **options)
         else:
             # once: ranks whose micro-batches have other numbers of parts gather a sharded head together
             head = head.gathered()
-            sizes = [rows for rows, _ in targets.parts]
-            split = zip(hidden_ND.split(sizes), labels_N.split(sizes), mask_N.split(sizes), targets.parts, strict=True)
             outputs = []
-            members = targets.members or (0,) * len(sizes)
-            for (hidden_RD, labels_R, mask_R, (_, part)), member in zip(split, members, strict=True):
-                one = self._of_one_kind(part, mask_R, (hidden_RD, head, labels_R), weights, member, **options)
-                outputs.append(one if part is not None else one._replace(ce_alone=one.ce))
+            members = targets.members or (0,) * len(targets.parts)
+            for (part, own), member in zip(by_kind(rows), members, strict=True):
+                one = self._of_one_kind(hidden_ND[part], head, own, weights, member, **options)
+                outputs.append(one if own.targets is not None else one._replace(ce_alone=one.ce))
             output = LossOutput(*(torch.stack(each).sum(0) for each in zip(*outputs, strict=True)))
         if isinstance(self.alpha, MeasuredAlpha) and self.alpha.by_forward and self.training:
             self.alpha.follow(output.members)
         return output
 
     def _of_one_kind(
-        self,
-        targets: Targets | None,
-        mask_N: Tensor,
-        rows: tuple[Tensor, HeadPart, Tensor],
-        weights: Any,
-        member: int,
-        **options: Any,
+        self, hidden_RD: Tensor, head: HeadPart, rows: Supervision, weights: Any, member: int, **options: Any
     ) -> LossOutput:
-        """Compute the loss of rows (hidden, head, labels) whose targets are all of one kind and of one member."""
+        """Compute the loss of rows whose targets are all of one kind and of one member."""
+        targets = rows.targets
         if targets is not None and targets.only_at_one and not self.temperature.stays_one:
             _refuse_across(targets)
             raise UsageError(
@@ -169,8 +164,10 @@ class DistillationLoss(nn.Module):
         written = targets is not None and targets.policy is not None  # what a student wrote is no label
         alpha = weights[member] if isinstance(weights, Tensor) else weights
         output = distillation_loss(
-            *rows,
-            mask_N,
+            hidden_RD,
+            head,
+            rows.labels,
+            rows.mask,
             targets,
             temperature=1.0 if self.temperature.stays_one else self.temperature.value(),
             alpha=1.0 if written else alpha,
@@ -181,25 +178,20 @@ class DistillationLoss(nn.Module):
         if written:
             output = output._replace(ce_written=output.ce, kd_written=output.kd)
         if isinstance(weights, Tensor):
-            sums_6 = self._sums(output, targets, mask_N, rows[2])
+            sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
+            if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
+                sizes_R = sizes[rows.labels.clamp(0, len(sizes) - 1)]
+                sums[4:] = (x.masked_fill(~rows.mask, 0.0).sum() for x in (sizes_R, targets.label_bytes(sizes_R)))
             found = torch.zeros(len(weights), 6, dtype=torch.float64, device=output.ce.device)
             if (
                 targets is not None or len(found) > 1
             ) and not written:  # of rows without a teacher only a member of its own counts
-                found[member] = sums_6
+                found[member] = torch.stack([each.double() for each in sums])
             output = output._replace(members=found)
         normalizer = options["normalizer"]
-        extra = None if targets is None else self.temperature.auxiliary_loss(targets, mask_N, normalizer)
+        extra = self.temperature.auxiliary_loss(targets, rows.mask, normalizer)
         # Its gradient only: the value stays that of the distillation loss.
         return output if extra is None else output._replace(loss=output.loss + (extra - extra.detach()))
-
-    def _sums(self, output: LossOutput, targets: Targets | None, mask_N: Tensor, labels_N: Tensor) -> Tensor:
-        """Return one row of `LossOutput.members`."""
-        sums = [output.ce, output.kd, output.teacher_ce, output.tokens, *[torch.zeros_like(output.ce)] * 2]
-        if targets is not None and targets.forward_only and (sizes := self.byte_lengths) is not None:
-            sizes_N = sizes[labels_N.clamp(0, len(sizes) - 1)]
-            sums[4:] = (x.masked_fill(~mask_N, 0.0).sum() for x in (sizes_N, targets.label_bytes(sizes_N)))
-        return torch.stack([each.double() for each in sums])
 
 
 def distillation_loss(
@@ -264,8 +256,7 @@ def distillation_loss(
     request = Request(
         head=head,
         rows=Supervision(labels_N, mask_N, targets),
-        sparse_loss=recipe.sparse,
-        dense_loss=recipe.dense,
+        loss=recipe.sparse if targets is None or targets.width is None else recipe.dense,
         divergence=(name, parameter),
         sums=4,
         vocab_size=vocab_size,
@@ -299,17 +290,21 @@ class _Recipe:
         cross_entropy_R = statistics.lse - statistics.label
         if rows.targets is None:
             return self._joined(beta, rows.mask, cross_entropy_R, None, None, None)
-        measure, of_label = DIVERGENCES.get(self.divergence).of, DIVERGENCES.get(self.divergence).of_label
+        divergence = DIVERGENCES.get(self.divergence)
         label_R = rows.targets.label_logprob
-        if of_label is not None:
-            kd_R = of_label(statistics, rows)
+        if divergence.of_label is not None:
+            kd_R = divergence.of_label(statistics, rows)
             return self._joined(beta, rows.mask, cross_entropy_R, kd_R, kd_R.detach(), label_R)
-        kd_R, alone_R = rows.targets.measured(lambda each: measure(each, self.parameter), self.tail, statistics, beta)
+
+        def measure(events: Events) -> Tensor:
+            return divergence.of(events, self.parameter)  # type: ignore[no-any-return]
+
+        kd_R, alone_R = rows.targets.measured(measure, self.tail, statistics, beta)
         if not self.at_one or rows.targets.known_at_one:
             return self._joined(beta, rows.mask, cross_entropy_R, kd_R, alone_R if self.at_one else None, label_R)
         with torch.no_grad():
             events = rows.targets.at_one().events(self.tail, statistics.at_one(), torch.ones_like(beta))
-            at_one_R = measure(events, self.parameter)
+            at_one_R = measure(events)
         return self._joined(beta, rows.mask, cross_entropy_R, kd_R, at_one_R, label_R)
 
     def dense(self, statistics: DenseStatistics, beta: Tensor, rows: Supervision) -> tuple[Tensor, Tensor]:
@@ -357,12 +352,13 @@ def _described(tensor: Tensor) -> str:
 
 def _check(targets: Targets, divergence: str, tail: str, vocab_size: int) -> None:
     refuse(divergence, tail, top_k=targets.top_k, num_samples=targets.num_samples, dense=not targets.has_tail)
-    if DIVERGENCES.get(parse(divergence)[0]).of_label is not None and targets.policy is None:
+    entry = DIVERGENCES.get(parse(divergence)[0])
+    if entry.of_label is not None and targets.policy is None:
         raise UsageError(
             f"--divergence {divergence} learns from tokens that the student drew, with its log p of them; train on "
             "rollouts (--on-policy, --rollouts), or use forward-kl"
         )
-    if targets.forward_only and ("sampled" not in DIVERGENCES.get(parse(divergence)[0]).accepts or tail != "ghost"):
+    if targets.forward_only and ("sampled" not in entry.accepts or tail != "ghost"):
         raise UsageError(
             f"--divergence {divergence} with --tail {tail} cannot be computed across tokenizers; use forward-kl, and "
             "leave --tail out"

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from kdtrain.config.sections import FIXED_ALPHA
 from kdtrain.objective.batch import Batch
-from kdtrain.objective.metrics import chunks, losses
-from kdtrain.objective.targets import Supervision
+from kdtrain.objective.metrics import by_kind, chunks, losses
 
 MOST = FIXED_ALPHA
 _LEAST_EVIDENCE = 16.0
@@ -78,19 +76,13 @@ def measured(
     for batch in batches:
         if batch is None:
             return None
-        labels_N, mask_N = (rearrange(each, "B T -> (B T)") for each in (batch.tokens[:, 1:], batch.loss_mask))
         hidden_ND = student.hidden_eager(batch)
-        start = 0
         head = student.model.head.gathered(student.vocab_size)
-        parts = () if batch.targets is None else batch.targets.parts or ((len(hidden_ND), batch.targets),)
-        for size, targets in parts:
-            part = slice(start, start + size)
-            start += size
-            if targets is not None:
-                rows = Supervision(labels_N[part], mask_N[part], targets)
+        for part, rows in by_kind(batch.rows()):
+            if rows.targets is not None:
                 pieces = chunks(hidden_ND[part], head, rows, student.vocab_size)
                 losses_R3 = torch.cat([losses(z_RV, own, head) for _, z_RV, own in pieces])
-                found.append(grouped(losses_R3, rows.mask, targets.common(), batch.loss_mask.shape[1]))
+                found.append(grouped(losses_R3, rows.mask, rows.targets.common(), batch.loss_mask.shape[1]))
     return summed(torch.cat(found), sum_over_ranks)
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.divergence import forward_kl
 from kdtrain.objective.logits import chunk_logits, chunk_rows
-from kdtrain.objective.statistics import Events
 from kdtrain.objective.targets import Supervision, Targets
 
 BINS = 15
@@ -132,31 +131,24 @@ class Metrics:
 def measure(
     hidden_ND: Tensor,
     head: HeadPart,
-    labels_N: Tensor,
-    mask_N: Tensor,
-    targets: Targets | None,
+    rows: Supervision,
     *,
     vocab_size: int,
     chunk: int | None = None,
     bytes_N: Tensor | None = None,
 ) -> Metrics:
-    """Measure N tokens; the arguments are the same as of `loss.distillation_loss`, and the bytes of each label.
+    """Measure N tokens; the arguments are the same as of `loss.distillation_loss`, and `bytes_N` of each label.
 
     Sums that the targets do not contain are None. It waits for the device once.
     """
     head = head.gathered(vocab_size)
+    targets = rows.targets
     if targets is not None and targets.parts:
-        sizes = [rows for rows, _ in targets.parts]
-        lengths: list[Tensor | None] = [None] * len(sizes) if bytes_N is None else [*bytes_N.split(sizes)]
-        rest = labels_N.split(sizes), mask_N.split(sizes), targets.parts, lengths
-        return sum(
-            (
-                measure(h, head, n, m, part, vocab_size=vocab_size, chunk=chunk, bytes_N=b)
-                for h, n, m, (_, part), b in zip(hidden_ND.split(sizes), *rest, strict=True)
-            ),
-            Metrics(),
-        )
-    rows = Supervision(labels_N, mask_N, targets)
+        sums = Metrics()
+        for part, own in by_kind(rows):
+            lengths = None if bytes_N is None else bytes_N[part]
+            sums += measure(hidden_ND[part], head, own, vocab_size=vocab_size, chunk=chunk, bytes_N=lengths)
+        return sums
     # Of each token: its bytes, those that the teacher's log p is over, and whether it is compared.
     of_teacher = None if bytes_N is None or targets is None else targets.label_bytes(bytes_N)
     compared = None if targets is None else targets.common()
@@ -178,6 +170,16 @@ def measure(
     if parts:
         total += torch.stack(parts).double().cpu().sum(0)
     return Metrics.from_vector(total.tolist())
+
+
+def by_kind(rows: Supervision) -> Iterator[tuple[slice, Supervision]]:
+    """Yield the place and the inputs of consecutive rows whose targets are of one kind (`Targets.parts`)."""
+    start = 0
+    parts = () if rows.targets is None else rows.targets.parts
+    for size, targets in parts or ((len(rows.labels), rows.targets),):
+        part = slice(start, start + size)
+        yield part, Supervision(rows.labels[part], rows.mask[part], targets)
+        start += size
 
 
 def losses(z_RV: Tensor, rows: Supervision, head: HeadPart) -> Tensor:
@@ -227,7 +229,14 @@ def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision, head
     targets = rows.targets.resolved()
     known = targets.compare(z_RV, rows.labels, head)
     sum_over_parts = head.sum if known.in_parts else (lambda each: each)
-    variance_R = _sample_variance(known.divergence, targets) if _sampled(targets) else zero_R
+    variance_R = zero_R
+    if _sampled(targets):  # of what a sample adds to the estimate; at T = 1 alone E[log p] is known, and it adds -log q
+        events, weight_RE = known.divergence, known.divergence.weight
+        assert weight_RE is not None
+        each_RE = events.student if targets.only_at_one else events.teacher - events.student
+        each_RE = each_RE.masked_fill(weight_RE == 0, 0.0)  # of absent entries a number whose square is infinite
+        mean_R1 = (weight_RE * each_RE).sum(-1, keepdim=True)
+        variance_R = (weight_RE * (each_RE - mean_R1).square()).sum(-1) / max(targets.num_samples - 1, 1)
     columns = [sum_over_parts(forward_kl(known.divergence)), variance_R, -targets.label_logprob.to(z_RV.dtype)]
     if known.most_likely is None or top_R is None:
         return [*columns, zero_R, zero_R]
@@ -239,15 +248,3 @@ def _teacher_columns(z_RV: Tensor, top_R: Tensor | None, rows: Supervision, head
 def _sampled(targets: Targets) -> bool:
     """Return whether samples alone stand for the teacher, whose own tokens they are."""
     return targets.num_samples > 0 and not targets.has_top and targets.common() is None
-
-
-def _sample_variance(events: Events, targets: Targets) -> Tensor:
-    """Return the variance [R] of forward KL's estimate: of what a sample adds to it, by the number of samples.
-
-    Of the samples at T = 1 alone E[log p] is known, so that a sample adds its -log q only.
-    """
-    assert events.weight is not None
-    each_RE = events.student if targets.only_at_one else events.teacher - events.student
-    each_RE = each_RE.masked_fill(events.weight == 0, 0.0)  # of absent entries a number whose square is infinite
-    mean_R1 = (events.weight * each_RE).sum(-1, keepdim=True)
-    return (events.weight * (each_RE - mean_R1).square()).sum(-1) / max(targets.num_samples - 1, 1)

@@ -117,7 +117,7 @@ class Targets(ABC):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on `device`, which shares the tensors that are there already."""
-        return self.map(lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -266,7 +266,6 @@ class SparseTargets(Targets):
     known: Tensor | None = None
     """[N,6] nats, made by `at`: L at a beta, its slope there, and L at 1; then the same of log Z."""
     known_at_one: bool = False
-    """True where every requested beta is 1 (`at_one`)."""
     partial: Tensor | None = None
     """[N,K] 1 where an entry has at least its log p, and some of the tail's mass may be its own (`teacher_cells`)."""
     policy: Tensor | None = None
@@ -474,9 +473,8 @@ class DenseTargets(Targets):
             return torch.stack([value_R, ((scaled_RV - value_R[:, None]).exp_() * energies_RV).sum(-1)])
 
         with torch.no_grad():
-            values_N, slopes_N = self.by_parts(value_and_slope)
-        if keep_N is not None:
-            values_N, slopes_N = _keep(values_N, keep_N, 0.0), _keep(slopes_N, keep_N, 0.0)
+            found_2N = self.by_parts(value_and_slope)
+        values_N, slopes_N = found_2N if keep_N is None else found_2N.masked_fill(~keep_N, 0.0)
         return values_N + slopes_N * (beta - fixed)
 
     def narrow(self, vocab_size: int) -> DenseTargets:
@@ -525,9 +523,12 @@ class OnlineTargets(Targets):
 
     def resolved(self) -> DenseTargets:
         """Compute all logits at once, [N,V]: for a few rows."""
+        return DenseTargets.from_logits(self._logits(), self.labels)
+
+    def _logits(self) -> Tensor:
         from kdtrain.objective.logits import chunk_logits
 
-        return DenseTargets.from_logits(chunk_logits(self.hidden, self.head, self.width), self.labels)
+        return chunk_logits(self.hidden, self.head, self.width)
 
     @property
     def label_logprob(self) -> Tensor:  # type: ignore[override]
@@ -549,11 +550,7 @@ class OnlineTargets(Targets):
         return logits.ChunkLogits(self.hidden, own, self.width, chunk, compile)
 
     def row_logprobs(self, reader: ChunkLogits | None, columns: slice) -> Tensor:
-        if reader is None:
-            from kdtrain.objective.logits import chunk_logits
-
-            return chunk_logits(self.hidden, self.head, self.width)[:, columns]
-        return reader(self.hidden)
+        return self._logits()[:, columns] if reader is None else reader(self.hidden)
 
 
 def per_token(total: Tensor, normalizer: Tensor | float) -> Tensor:

@@ -88,10 +88,6 @@ class TemperatureOptions:
     ramp_steps: int
     """Steps until an adversarial T is at full strength; a tenth of all if not given."""
 
-    def __post_init__(self) -> None:
-        if not (0 < self.start < math.inf and 0 < self.end < math.inf):
-            raise UsageError(f"a temperature must be above 0, --temperature is {self.start:g} and its end {self.end:g}")
-
 
 Maker = TypeVar("Maker", bound=Callable[[TemperatureOptions], Temperature])
 
@@ -233,13 +229,7 @@ def build_temperature(mode: str, **given: Any) -> Temperature:
     """
     make: Callable[[TemperatureOptions], Temperature] = TEMPERATURES.get(mode)
     defaults = {"end": given["start"], "ramp_steps": given.get("total_steps", 0) // 10}
-    options = TemperatureOptions(**defaults | given)
-    if TEMPERATURES.has(mode, LEARNS) and not 0 < options.minimum < options.maximum < math.inf:
-        raise UsageError(
-            f"--temperature-min {options.minimum:g} and --temperature-max {options.maximum:g} leave no room to learn a "
-            "temperature in; set 0 < minimum < maximum"
-        )
-    return make(options)
+    return make(TemperatureOptions(**defaults | given))
 
 
 register_temperature("fixed")(lambda o: Temperature(o.start))

@@ -476,19 +476,20 @@ def _bound(values: list[float], loss: float) -> float:
     return median + MAD_FACTOR * max(spread, _LEAST_SPREAD * abs(loss))
 
 
-class Adaptive:
+class Adaptive(PrecisionController):
     """The controller of a run, connected to the switch of the student's layers.
 
     Args:
+        policy: see `PrecisionController`.
         fallback: position of the switch in the fallback.
     """
 
-    def __init__(self, controller: PrecisionController, switch: Switch, fallback: Position) -> None:
-        self.controller = controller
+    def __init__(self, policy: Policy, switch: Switch, fallback: Position) -> None:
+        super().__init__(policy)
         self.switch = switch
         self.fallback = fallback
         self.gap: float | None = None
-        self.switch_to(controller.mode)
+        self.switch_to(self.mode)
 
     @property
     def positions(self) -> tuple[Position, Position]:
@@ -497,13 +498,9 @@ class Adaptive:
 
     def switch_to(self, mode: str) -> None:
         """Set the switch for `mode`: the policy's quantised mode, or its fallback."""
-        self.switch.position = "quantized" if mode == self.controller.policy.quantized else self.fallback
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the controller's memory."""
-        return self.controller.state_dict()
+        self.switch.position = "quantized" if mode == self.policy.quantized else self.fallback
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`, in its mode."""
-        self.controller.load_state_dict(state)
-        self.switch_to(self.controller.mode)
+        super().load_state_dict(state)
+        self.switch_to(self.mode)

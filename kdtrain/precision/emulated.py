@@ -34,6 +34,7 @@ scales and quantised values are those of one process. Tiles and blocks end at th
 Shape suffixes: N tokens, D inputs, O outputs.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -235,7 +236,7 @@ compiler takes no tensor twice."""
 
 
 def hold(weight_OD: Tensor, recipe: FormatRecipe) -> Held:
-    """Quantise a weight that does not change, for `quantized_linear`; bf16, which holds every quantised value."""
+    """Quantise a weight that does not change, for `QuantizedLinear`; bf16, which holds every quantised value."""
     with torch.no_grad():
         along_D = quantized_operand(weight_OD, recipe, "weight", 1, torch.bfloat16)
         along_O: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -244,27 +245,14 @@ def hold(weight_OD: Tensor, recipe: FormatRecipe) -> Held:
     return *along_D, *along_O
 
 
-def quantized_linear(
-    x_ND: Tensor,
-    weight_OD: Tensor,
-    recipe: FormatRecipe,
-    dtype: torch.dtype,
-    high_forward: bool = False,
-    held: Held | None = None,
-    parts: WeightParts | None = None,
-) -> Tensor:
-    """Compute `x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
+class QuantizedLinear(torch.autograd.Function):
+    """Computes `x_ND @ weight_OD^T` with quantised operands, in this product and in the two of its backward.
 
     x_ND: of any float dtype. weight_OD: fp32 master weights. dtype: of the result; products are in bf16, or in fp32 if
-    that is `dtype`. high_forward: quantise in the backward only. held: the weight by `hold`, if it is constant. parts:
-    of what x and weight are this rank's.
+    that is `dtype`. high_forward: quantise in the backward only. parts: of what x and weight are this rank's. The last
+    four: the weight by `hold`, if it is constant.
     """
-    args = (None,) * 4 if held is None else held
-    result: Tensor = _QuantizedLinear.apply(x_ND, weight_OD, recipe, dtype, high_forward, parts, *args)
-    return result
 
-
-class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
@@ -340,26 +328,21 @@ def quantized_operand(
     parts: where the operand belongs to a weight in parts. A part is rounded stochastically by draws of its own, a whole
     operand by the same draws on each rank.
     """
-    if parts is not None and parts.cut(kind) is not None and recipe.stochastic and kind == "gradient":
-        with DrawsApart(parts.mesh.get_local_rank(), values_RC.device):
-            return _quantized(values_RC, recipe, kind, axis, dtype, parts)
-    return _quantized(values_RC, recipe, kind, axis, dtype, parts)
-
-
-def _quantized(
-    values_RC: Tensor, recipe: FormatRecipe, kind: str, axis: int, dtype: torch.dtype, parts: WeightParts | None
-) -> tuple[Tensor, Tensor | None]:
     element = ELEMENTS[recipe.gradient if kind == "gradient" else recipe.forward]
     stochastic = recipe.stochastic and kind == "gradient"
     values_RC = values_RC.float()
     scale = None
-    if recipe.scaling == "mx":
-        quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
-    else:
-        tile = _tile(recipe.scaling, kind, axis, values_RC.shape)
-        mesh = None if parts is None else parts.sharing(recipe.scaling, kind, axis)
-        group = None if mesh is None else mesh.get_group()
-        quantized, scale = quantize_fp8(values_RC, element, tile, stochastic=stochastic, group=group)
+    draws: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if stochastic and parts is not None and parts.cut(kind) is not None:
+        draws = DrawsApart(parts.mesh.get_local_rank(), values_RC.device)
+    with draws:
+        if recipe.scaling == "mx":
+            quantized = quantize_mx(values_RC, element, axis, recipe.control, stochastic=stochastic)
+        else:
+            tile = _tile(recipe.scaling, kind, axis, values_RC.shape)
+            mesh = None if parts is None else parts.sharing(recipe.scaling, kind, axis)
+            group = None if mesh is None else mesh.get_group()
+            quantized, scale = quantize_fp8(values_RC, element, tile, stochastic=stochastic, group=group)
     return quantized.to(dtype), scale
 
 

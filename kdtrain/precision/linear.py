@@ -26,9 +26,9 @@ from kdtrain.precision.emulated import (
     MX_BLOCK,
     FormatRecipe,
     Held,
+    QuantizedLinear,
     WeightParts,
     hold,
-    quantized_linear,
 )
 from kdtrain.precision.modes import Switch
 
@@ -89,8 +89,10 @@ class Emulated:
         return replace(self, parts=parts)
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
-        """Compute `x_ND @ weight_OD^T` (`emulated.quantized_linear`)."""
-        return quantized_linear(x_ND, weight_OD, self.recipe, dtype, high_forward, self.held, self.parts)
+        """Compute `x_ND @ weight_OD^T` (`emulated.QuantizedLinear`)."""
+        held = self.held or (None,) * 4
+        result: Tensor = QuantizedLinear.apply(x_ND, weight_OD, self.recipe, dtype, high_forward, self.parts, *held)
+        return result
 
 
 class _Switchable(nn.Module):

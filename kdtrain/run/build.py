@@ -220,9 +220,9 @@ def _adaptive(recipe: Recipe) -> "Adaptive | None":
     if formats.choice is None or not options.time_resume:
         return None
     from kdtrain.precision.backends import policy
-    from kdtrain.precision.controller import Adaptive, PrecisionController
+    from kdtrain.precision.controller import Adaptive
 
     schedule = recipe.config.optimizer
     rules = policy(options, formats.choice.mode, schedule.lr_schedule, decay_start(recipe.total, schedule))
     forward_only = options.quant_fallback_scope == "forward"
-    return Adaptive(PrecisionController(rules), formats.switch, "high-forward" if forward_only else "high")
+    return Adaptive(rules, formats.switch, "high-forward" if forward_only else "high")

@@ -152,7 +152,7 @@ class Run:
             log.info("--no-early-stopping cancels the decay that a plateau began at step %d", progress.decay_from)
             progress.decay_from = None
             if trainer.state.adaptive is not None:
-                trainer.state.adaptive.controller.begin_decay(None)
+                trainer.state.adaptive.begin_decay(None)
         own = same_path(path.parent, trainer.store.folder)
         at = (progress.step, progress.rollbacks) if own else (-1, 0)
         # with auto, later checkpoints are damaged; they stay for inspection
@@ -236,7 +236,7 @@ class Run:
             progress.members = {}
             progress.sequences, progress.epoch = cursor, epoch
             if trainer.state.adaptive is not None:
-                trainer.state.adaptive.controller.forget_buffer()
+                trainer.state.adaptive.forget_buffer()
                 trainer.state.snapshots.clear()
             if progress.step >= trainer.total:
                 text = f"{path} is at step {progress.step}, and --steps {trainer.total} leaves none; raise --steps"
@@ -527,9 +527,8 @@ class Run:
                 }
                 for each in recipe.members
             ]
-        if trainer.state.adaptive is not None:
-            controller = trainer.state.adaptive.controller
-            result |= {"steps_quantized": controller.steps_quantized, "switches": controller.switches}
+        if (adaptive := trainer.state.adaptive) is not None:
+            result |= {"steps_quantized": adaptive.steps_quantized, "switches": adaptive.switches}
         return result
 
     def _plain(self) -> tuple[str, float] | None:

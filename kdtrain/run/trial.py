@@ -78,7 +78,7 @@ def timed_steps(trainer: Trainer, count: int) -> list[tuple[float, dict[str, flo
     """
     taken = list[tuple[float, dict[str, float]]]()
     started = time.perf_counter()
-    for batches in trainer.stepper.feed().steps():
+    for batches in trainer.stepper.feed():
         stop = StopRequest()
         result = trainer.stepper.take(batches, stop)
         stop.raise_failed()
@@ -363,12 +363,12 @@ def check_gradients(run: Run) -> Verdict:
         student(stepper.source.read(stepper.sequences(0)[: stepper.micro]), stepper.full_tokens).loss.backward()
     found = gradients_of(student.model)
     student.zero_grad(set_to_none=True)
-    unsound = {"without": found.missing, "zero": found.zero, "non-finite": found.broken}
-    total = found.good + sum(map(len, unsound.values()))
-    named = [f"{kind}: {_first(names)}" for kind, names in unsound.items() if names]
-    text = "; ".join([f"{found.good} of {total} parameters sound", *named])
-    values = {"sound": found.good, **{kind.replace("-", "_"): names for kind, names in unsound.items()}}
-    return found.good == total, text, "all finite and not zero", values
+    sound = len(found.pop("sound"))
+    total = sound + sum(map(len, found.values()))
+    named = [f"{kind}: {_first(names)}" for kind, names in found.items() if names]
+    text = "; ".join([f"{sound} of {total} parameters sound", *named])
+    values = {"sound": sound, **{kind.replace("-", "_"): names for kind, names in found.items()}}
+    return sound == total, text, "all finite and not zero", values
 
 
 def check_loader(run: Run) -> Verdict:

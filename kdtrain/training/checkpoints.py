@@ -116,7 +116,7 @@ class Checkpoints:
         interrupted run rolls back as far as an uninterrupted one.
         """
         adaptive = self.state.adaptive
-        buffer = [] if adaptive is None else adaptive.controller.buffer_names()
+        buffer = [] if adaptive is None else adaptive.buffer_names()
         first = self.state.guards.spikes.suspicious_since
         if first is not None:
             self.saver.wait()

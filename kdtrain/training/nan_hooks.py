@@ -13,7 +13,7 @@ checked.
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kdtrain import __version__
 from kdtrain.config.commands import DistillConfig
@@ -114,9 +114,10 @@ class NanHooks(Observer):
         while self._handles:
             self._handles.pop().remove()
 
-    def _check(self, module: str, what: str, direction: str, tensor: Tensor) -> None:
-        """Keep `tensor` as the finding if it is the first non-finite one."""
-        if self._first is not None or not (tensor.is_floating_point() or tensor.is_complex()):
+    def _check(self, module: str, what: str, direction: str, tensor: Any) -> None:
+        """Keep `tensor`, if it is one of numbers, as the finding if it is the first non-finite one."""
+        numbers = isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+        if self._first is not None or not numbers:
             return
         self._checked += 1
         tensor = local(tensor.detach())
@@ -128,15 +129,15 @@ class NanHooks(Observer):
             where = (module, what, direction, tuple(tensor.shape), len(bad), place)
             self._first = Finding(*where, self._micro_batch, self._checked)
 
-    def _check_gradient(self, module: str, what: str, tensor: Tensor) -> None:
-        if tensor.requires_grad:
+    def _check_gradient(self, module: str, what: str, tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._check(module, f"the gradient of {what}", "backward", gradient))
 
     def _begin(self, student: nn.Module, arguments: tuple[Batch, ...]) -> None:
         self._micro_batch += 1
         self._checked = 0
         batch = arguments[0]
-        mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
+        mask_N = batch.rows().mask
         for number, states_ND in enumerate(batch.states):
             self._check("teacher", f"hidden states {number}", "forward", states_ND.masked_fill(~mask_N[:, None], 0))
         if batch.targets is not None:  # log 0 in a dense distribution is clamped to a finite value
@@ -153,9 +154,8 @@ class NanHooks(Observer):
 
     def _input_hook(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         def hook(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            for value in (*positional, *(value for key, value in named.items() if "mask" not in key)):
-                for tensor in _tensors(value):
-                    self._check(name, "its input", "forward", tensor)
+            for value in tree_leaves((positional, {key: each for key, each in named.items() if "mask" not in key})):
+                self._check(name, "its input", "forward", value)
             return tuple(map(own_view, positional)), {key: own_view(value) for key, value in named.items()}
 
         def own_view(value: Any) -> Any:
@@ -170,9 +170,9 @@ class NanHooks(Observer):
 
     def _output_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, result: Any) -> None:
-            for tensor in _tensors(result):
-                self._check(name, "its output", "forward", tensor)
-                self._check_gradient(name, "its output", tensor)
+            for value in tree_leaves(result):
+                self._check(name, "its output", "forward", value)
+                self._check_gradient(name, "its output", value)
 
         return hook
 
@@ -202,9 +202,14 @@ def find_first(student: Student, batches: Sequence[Batch], normalizer: float) ->
                 if hooks._first is None or world_size() > 1:
                     loss.backward()
                 if hooks._first is not None and world_size() == 1:
-                    break
-            norm = None if hooks._first is not None and world_size() == 1 else _norm(student, len(batches))
-        return hooks._first or norm
+                    return hooks._first
+            # the squares of finite gradients may exceed fp32
+            gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+            if not gradients or total_norm(list(gradients.values())).isfinite():
+                return hooks._first
+            module, what = _owner(max(gradients, key=lambda name: peak(gradients[name])))
+            which = f"{_NORM}, with that of {what} as the largest,"
+            return hooks._first or Finding(module, which, "backward", (), 1, (), len(batches))
     except torch.OutOfMemoryError:
         return Finding("", "", "", (), 0, (), hooks._micro_batch)
     finally:
@@ -230,26 +235,6 @@ def write_bundle(
         "versions": {"kdtrain": __version__, "python": platform.python_version(), **versions},
     }
     (folder / "finding.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _norm(student: Student, micro_batch: int) -> Finding | None:
-    """Return the finding of an infinite norm of finite gradients, whose squares exceed fp32."""
-    gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
-    if not gradients or total_norm(list(gradients.values())).isfinite():
-        return None
-    largest = max(gradients, key=lambda name: peak(gradients[name]))
-    module, what = _owner(largest)
-    return Finding(module, f"{_NORM}, with that of {what} as the largest,", "backward", (), 1, (), micro_batch)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a module's arguments or results, however nested."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from (tensor for each in value.values() for tensor in _tensors(each))
-    elif isinstance(value, tuple | list):
-        yield from (tensor for each in value for tensor in _tensors(each))
 
 
 def _public(name: str) -> str:

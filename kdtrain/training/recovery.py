@@ -122,7 +122,7 @@ class Recovery:
             return names, recovered
         from kdtrain.precision import controller as actions
 
-        for action in adaptive.controller.observe(step, loss, adaptive.gap, broken):
+        for action in adaptive.observe(step, loss, adaptive.gap, broken):
             if isinstance(action, actions.LogLine):
                 log.info(action.line)
             elif isinstance(action, actions.Save):
@@ -392,15 +392,14 @@ class Recovery:
         Raises:
             RunError: it would exceed `--max-rollbacks`.
         """
-        controller = adaptive.controller
         checkpoints = self.checkpoints
         progress = self.state.progress
         checkpoints.saver.wait()
-        names = controller.recovery_names()
+        names = adaptive.recovery_names()
         snapshots = self.state.snapshots
         name = on_main(lambda: next((each for each in names if checkpoints.store.problem(each) is None), None))
         good = None if name is None else checkpoints.load(name)
-        while snapshots and not controller.evaluated(snapshots[-1].state["progress"]["step"]):
+        while snapshots and not adaptive.evaluated(snapshots[-1].state["progress"]["step"]):
             snapshots.pop()
         if snapshots and (good is None or snapshots[-1].state["progress"]["step"] >= good.state["progress"]["step"]):
             good = snapshots.pop()
@@ -413,6 +412,6 @@ class Recovery:
                 return False
             good = checkpoints.load(name)
             factor = self.config.guards.spike_lr_factor
-        controller.spend(good.name)
+        adaptive.spend(good.name)
         self.restore(good, "recovery", factor)
         return True

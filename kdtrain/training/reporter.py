@@ -13,8 +13,7 @@ Shape suffixes: B rows, T tokens so far, D width.
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,50 +32,44 @@ from kdtrain.training.schedule import validation_interval, warmup_steps
 from kdtrain.training.sources.source import Source
 from kdtrain.training.student import Student
 
-
-@dataclass(frozen=True)
-class Gradients:
-    """The parameters of a module by the state of their gradient."""
-
-    missing: list[str] = field(default_factory=list)
-    """Without a gradient: they take no part in the loss."""
-    zero: list[str] = field(default_factory=list)
-    """With a gradient of zeros: they take part, and do not change the loss."""
-    broken: list[str] = field(default_factory=list)
-    """With a non-finite gradient."""
-    good: int = 0
-    """How many have a finite gradient that is not all 0."""
-
-    def lines(self) -> list[str]:
-        """Return one line for each kind of unsound gradient."""
-        kinds = (
-            (self.broken, "a non-finite gradient"),
-            (self.missing, "no gradient: they do not reach the loss"),
-            (self.zero, "a gradient of zeros: they will not learn"),
-        )
-        return [
-            f"{len(names)} parameter{'s have' if len(names) > 1 else ' has'} {text} "
-            f"({', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''})"
-            for names, text in kinds
-            if names
-        ]
+_UNSOUND = {
+    "non-finite": "a non-finite gradient",
+    "without": "no gradient: they do not reach the loss",
+    "zero": "a gradient of zeros: they will not learn",
+}
 
 
-def gradients_of(module: nn.Module) -> Gradients:
-    """Classify the gradient of every trainable parameter; waits for the device once."""
+def gradients_of(module: nn.Module) -> dict[str, list[str]]:
+    """Return the trainable parameters by the kind of their gradient, `sound` or one of `_UNSOUND`.
+
+    It waits for the device once.
+    """
     trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
     gradients = {name: each.grad for name, each in trainable.items() if each.grad is not None}
     largest = peaks(list(gradients.values())).tolist() if gradients else []
     by_name = dict(zip(gradients, largest, strict=True))
-    return Gradients(
-        missing=[name for name in trainable if name not in gradients],
-        # an adapter's A has none while its B is still zero
-        zero=[
-            name for name, size in by_name.items() if size == 0 and not by_name.get(name.replace("lora_A", "lora_B"))
-        ],
-        broken=[name for name, size in by_name.items() if not math.isfinite(size)],
-        good=sum(math.isfinite(size) and size > 0 for size in by_name.values()),
-    )
+    found: dict[str, list[str]] = {kind: [] for kind in ("sound", "without", "zero", "non-finite")}
+    for name in trainable:
+        size = by_name.get(name)
+        if size is None:
+            found["without"].append(name)
+        elif not math.isfinite(size):
+            found["non-finite"].append(name)
+        elif size > 0:
+            found["sound"].append(name)
+        elif not by_name.get(name.replace("lora_A", "lora_B")):  # an adapter's A has none while its B is still zero
+            found["zero"].append(name)
+    return found
+
+
+def unsound(module: nn.Module) -> Iterator[str]:
+    """Yield one line for each kind of unsound gradient of the trainable parameters."""
+    found = gradients_of(module)
+    for kind, text in _UNSOUND.items():
+        if names := found[kind]:
+            have = "parameters have" if len(names) > 1 else "parameter has"
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            yield f"{len(names)} {have} {text} ({', '.join(names[:5])}{more})"
 
 
 _BUSY = 1.75
@@ -200,7 +193,7 @@ class Reporter:
         if self.gradients_checked:
             return
         self.gradients_checked = True
-        for text in gradients_of(self.student.model).lines():
+        for text in unsound(self.student.model):
             self.writers.warning("gradients", number, text)
 
     def shows_gradients(self, number: int) -> bool:

@@ -225,9 +225,7 @@ class TrainState:
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return `tensors` without the snapshots."""
-        named = {f"student.{name}": tensor for name, tensor in _once(self.student.model).items()}
-        for part, module in self._parts()[1:]:
-            named |= {f"{part}.{name}": tensor for name, tensor in module.state_dict().items()}
+        named = self._held()
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 named[f"optimizer.{name}.{key}"] = value
@@ -283,30 +281,29 @@ class TrainState:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_PREFIX)}
         if isinstance(self.student.loss.alpha, MeasuredAlpha):
             tensors = of_before(tensors)
-        for part, module in self._parts():
-            if part in leave:
-                tensors = {name: each for name, each in tensors.items() if part not in name.split(".")[:2]}
-                tensors |= {f"{part}.{name}": each for name, each in module.state_dict().items()}
-        own = {f"{part}.{name}" for part, module in self._parts() for name in _once(module)}
-        saved = {name for name in tensors if not name.startswith("optimizer.")}
-        if own != saved:
-            raise RunError(f"the checkpoint does not fit this student; entries that differ: {sorted(own ^ saved)[:3]}")
         reshard(self.student.model)  # parameters that a forward left gathered would be out of date
-        for part, module in self._parts():
-            prefix = f"{part}."
-            current = module.state_dict()
-            for name, value in tensors.items():
-                if name.startswith(prefix):
-                    entry = name.removeprefix(prefix)
-                    _refuse_unlike(entry, value, current[entry].shape, current[entry].dtype)
-                    with torch.no_grad():
-                        local(current[entry]).copy_(part_of(value, current[entry]))
+        left = {*leave}
+        tensors = {name: each for name, each in tensors.items() if left.isdisjoint(name.split(".")[:2])}
+        own = {name: each for name, each in self._held().items() if name.partition(".")[0] not in left}
+        saved = {name for name in tensors if not name.startswith("optimizer.")}
+        if wrong := sorted(own.keys() ^ saved):
+            raise RunError(f"the checkpoint does not fit this student; entries that differ: {wrong[:3]}")
+        with torch.no_grad():
+            for name, current in own.items():
+                _refuse_unlike(name.partition(".")[2], tensors[name], current.shape, current.dtype)
+                local(current).copy_(part_of(tensors[name], current))
         self.optimizer.state.clear()
         for name, parameter in self._parameters():
             prefix = f"optimizer.{name}."
             moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if moments:
-                _refuse_other_moments(name, moments, self.optimizer.slots(parameter))
+                # fused AdamW reads and writes beyond the end of smaller tensors
+                slots = self.optimizer.slots(parameter)
+                if slots.keys() != moments.keys():
+                    text = f"{prefix.removesuffix('.')} has {sorted(moments)}; an optimizer keeps {sorted(slots)}"
+                    raise RunError(f"the checkpoint's {text}")
+                for key, shape in slots.items():
+                    _refuse_unlike(f"{prefix}{key}", moments[key], shape, torch.float32)
                 # sharded like their parameter and on its device; fused AdamW keeps its step counter there too
                 self.optimizer.state[parameter] = {key: cut_like(value, parameter) for key, value in moments.items()}
         if unknown := sorted(numbers["progress"].keys() - asdict(self.progress).keys()):
@@ -331,6 +328,10 @@ class TrainState:
             ("hidden", hidden),
             ("alpha", loss.alpha),
         ]
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of all parts by name; tied weights appear once."""
+        return {f"{part}.{name}": each for part, module in self._parts() for name, each in _once(module).items()}
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"{part}.{name}", each) for part, module in self._parts() for name, each in module.named_parameters()]
@@ -358,14 +359,6 @@ def _once(module: nn.Module) -> dict[str, torch.Tensor]:
             unique[name] = tensor.detach()
         seen.add(id(tensor))
     return unique
-
-
-def _refuse_other_moments(name: str, saved: dict[str, torch.Tensor], slots: dict[str, torch.Size]) -> None:
-    """Refuse moments of another shape or type: fused AdamW reads and writes beyond the end of smaller tensors."""
-    if slots.keys() != saved.keys():
-        raise RunError(f"the checkpoint's optimizer.{name} has {sorted(saved)}; an optimizer keeps {sorted(slots)}")
-    for key, shape in slots.items():
-        _refuse_unlike(f"optimizer.{name}.{key}", saved[key], shape, torch.float32)
 
 
 def _refuse_unlike(name: str, saved: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -47,7 +47,7 @@ from kdtrain.training.optimizers import Optimizer
 from kdtrain.training.reporter import Reporter
 from kdtrain.training.schedule import learning_rate, run_length
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.sources.source import Feed, Source, order_of, passes_of
+from kdtrain.training.sources.source import Source, feed, order_of, passes_of
 from kdtrain.training.state import TrainState, seed_everything
 from kdtrain.training.student import Student
 from kdtrain.training.withheld import Withheld
@@ -176,11 +176,11 @@ class Stepper:
         """Seed the random generators of this data rank for step `number`."""
         seed_everything(self.config.seed, number, self.layout.data_rank)
 
-    def feed(self) -> Feed:
+    def feed(self) -> Iterator[Iterator[Batch]]:
         """Return the micro-batches from the cursor on."""
         cursor, size = self.state.progress.sequences, self.config.batch_size
         expected = self.total - self.state.progress.step
-        return Feed(self.source, lambda step: self.share(cursor + step * size), self.micro, expected)
+        return feed(self.source, lambda step: self.share(cursor + step * size), self.micro, expected)
 
     def batches(self) -> list[Batch]:
         """Return the micro-batches of the step at the cursor: as they were kept, or read again."""
@@ -225,7 +225,10 @@ class Stepper:
         alpha = self.student.loss.alpha
         if isinstance(alpha, MeasuredAlpha):
             tensors |= self._weights(compared, alpha)
-        self._all_reduce_gradients()
+        if world_size() > 1:  # no wrapper exchanges those of temperature and projections
+            exchange(self._unclipped(), self.layout.sum)
+        # of weights that each tensor rank holds whole, and whose gradient it sees in part
+        sum_over_tensor_ranks(self.student.model, self.layout)
         if self.reporter.gradients_checked or tensors["tokens"] > 0:
             self.reporter.backward(number)
         norm, scale = self._clip(tensors["tokens"], self.reporter.shows_gradients(number))
@@ -394,7 +397,7 @@ class Stepper:
         if adaptive is None:
             return
         adaptive.gap = None
-        if not adaptive.controller.wants_gap(number):
+        if not adaptive.wants_gap(number):
             return
         losses = []
         for position in adaptive.positions:
@@ -475,16 +478,6 @@ class Stepper:
             scale = torch.ones_like(scale)
         return norm, scale
 
-    def _all_reduce_gradients(self) -> None:
-        """Sum the gradients that no wrapper exchanges.
-
-        Over the data ranks these are of temperature and projections; over the tensor ranks, of weights that each rank
-        holds whole and whose gradient it sees in part.
-        """
-        if world_size() > 1:
-            exchange(self._unclipped(), self.layout.sum)
-        sum_over_tensor_ranks(self.student.model, self.layout)
-
     def _unclipped(self) -> list[torch.Tensor]:
         """Return the gradients that are not part of the norm."""
         others = [each for each in (self.student.temperature, self.student.hidden_loss) if each is not None]
@@ -495,22 +488,25 @@ class Stepper:
         student = self.student
         adaptive = self.state.adaptive
         count = max(read["tokens"], 1.0)
+
+        def means(*names: str) -> dict[str, float]:
+            return {name: read[name] / count for name in names}
+
         metrics = {"loss": read["loss"]}
         weights = {name: value for name, value in read.items() if name.partition("/")[0] == "alpha"}
         weight = student.loss.alpha.value()
         if weights or weight:
-            means = {"ce": read["ce"] / count, "kd": read["kd"] / count, "kd_T1": read["kd_at_one"] / count}
-            metrics |= {**means, "T": read["T"]}
+            metrics |= {**means("ce", "kd"), "kd_T1": read["kd_at_one"] / count, "T": read["T"]}
             if self.source.facts.replays:
-                metrics["ce_alone"] = read["ce_alone"] / count
+                metrics |= means("ce_alone")
             if weights:
-                metrics |= {"teacher_ce": read["teacher_ce"] / count, **weights}
+                metrics |= {**means("teacher_ce"), **weights}
             elif student.loss.alpha.fixed is None:
                 metrics["alpha"] = float(weight)
         if student.hidden_loss is not None:
-            metrics |= {"ce": read["ce"] / count, "hidden": read["hidden"] / count}
+            metrics |= means("ce", "hidden")
         if student.router_weight:
-            metrics |= {"ce": read["ce"] / count, "router": read["router"] / count}
+            metrics |= means("ce", "router")
         metrics |= {"lr": rate, "grad_norm": read["grad_norm"], "tokens": read["tokens"]}
         if student.quantized is not None:
             metrics["quantized"] = float(student.present_mode == student.quantized)

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,11 +30,11 @@ from kdtrain.errors import UsageError, as_number, as_whole
 from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.objective.alpha import MeasuredAlpha, too_few
-from kdtrain.objective.batch import Batch, Collator
+from kdtrain.objective.batch import SPARSE, Batch, Collator
 from kdtrain.objective.loss import DistillationLoss, LossOutput, joined
 from kdtrain.objective.measured import measured
 from kdtrain.objective.metrics import chunks, measure
-from kdtrain.objective.targets import Supervision, per_token
+from kdtrain.objective.targets import per_token
 from kdtrain.objective.temperature import Temperature
 from kdtrain.parallel.parallelize import reshard
 from kdtrain.precision.modes import MODES, Switch, autocast, head_dtype
@@ -45,9 +46,8 @@ if TYPE_CHECKING:
     from kdtrain.precision.compiled import CompiledLayers
 
 FIELDS = (
-    *("tokens", "loss_mask", "segments", "labels", "ids", "logprobs", "counts", "tail", "label_logprob", "logit_mean"),
-    *("logit_std", "knots", "num_samples", "vocabulary", "temperature_range", "replay", "compared", "teacher_bytes"),
-    *("partial", "policy"),
+    *("tokens", "loss_mask", "segments", "labels", *SPARSE, "knots", "num_samples", "vocabulary", "temperature_range"),
+    *("replay", "compared", "teacher_bytes", "partial", "policy"),
 )
 """The tensors of a batch that a student takes by name: see `Batch.fields` and `Student.forward`."""
 LOSS_FILE = "kdtrain/loss.safetensors"
@@ -268,30 +268,29 @@ class Student(PreTrainedModel):
             raise TypeError(f"a Student takes no tensor '{unknown[0]}'; it takes {', '.join(FIELDS)}")
         if batch is None:
             batch = self._batch({name: each for name, each in fields.items() if each is not None})
-        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
-        mask_N = rearrange(batch.loss_mask, "B T -> (B T)")
-        normalizer = mask_N.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        rows = batch.rows()
+        normalizer = rows.mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         validates = not (self.training or torch.is_grad_enabled())
         hidden_ND, states = (self.hidden_eager(batch), []) if validates else self._hidden(self.backbone, batch)
         states, balance = states[: len(self.layers)], states[len(self.layers) :]
         output: LossOutput = self.loss(
             hidden_ND,
             self.model.head,
-            labels_N,
-            mask_N,
-            batch.targets,
+            rows.labels,
+            rows.mask,
+            rows.targets,
             vocab_size=self.vocab_size,
             normalizer=normalizer,
             compile=self.compile_objective,
         )
         if self.hidden_loss is not None and not validates:
-            distance = self.hidden_loss(states, batch.states, mask_N)
+            distance = self.hidden_loss(states, batch.states, rows.mask)
             loss = output.loss + per_token(self.hidden_weight * distance, normalizer)
             output = output._replace(loss=loss, hidden=distance.detach().to(output.hidden.dtype))
         if balance:
             # not linear in the tokens, of which masked ones count too: a step's is the mean over its micro-batches,
             # by their unmasked tokens, and changes a little with their size
-            routing = balance[0].float() * mask_N.sum()
+            routing = balance[0].float() * rows.mask.sum()
             loss = output.loss + per_token(self.router_weight * routing, normalizer)
             output = output._replace(loss=loss, router=routing.detach().to(output.router.dtype))
         if self.training:
@@ -300,12 +299,12 @@ class Student(PreTrainedModel):
         if not validates:
             return output._replace(loss=loss + (output.loss - output.loss.detach()))
         size = batch.loss_mask.shape[1]
-        targets = batch.targets
+        if rows.targets is not None and rows.targets.parts:
+            rows = replace(rows, targets=None)
         sums = []
-        rows = Supervision(labels_N, mask_N, None if targets is None or targets.parts else targets)
-        for part in (slice(start, start + size) for start in range(0, len(labels_N), size)):
-            own = rows[part].labels, rows[part].mask, rows[part].targets
-            sums.append(measure(hidden_ND[part], self.model.head, *own, vocab_size=self.vocab_size).vector())
+        for part in (slice(start, start + size) for start in range(0, len(rows.labels), size)):
+            own = measure(hidden_ND[part], self.model.head, rows[part], vocab_size=self.vocab_size)
+            sums.append(own.vector())
         rows_BM = torch.tensor(sums, dtype=torch.float64, device=loss.device)
         return EvaluationOutput(*output._replace(loss=loss), rows_BM)  # type: ignore[call-arg,return-value]
 
@@ -437,12 +436,11 @@ class Student(PreTrainedModel):
         self.eval()
         tokens_BT1 = tokens_BT1.to(self.device)
         mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
-        hidden_ND = self.hidden_eager(Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None))
-        rows = Supervision(tokens_BT1[:, 1:].flatten(), mask_BT.flatten(), None)
+        batch = Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None)
         head = self.model.head.gathered()
         found = [
             head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
-            for _, z_RV, own in chunks(hidden_ND, head, rows, self.vocab_size)
+            for _, z_RV, own in chunks(self.hidden_eager(batch), head, batch.rows(), self.vocab_size)
         ]
         self.train(training)
         return torch.cat(found).float().view(mask_BT.shape)

@@ -200,7 +200,7 @@ class Trainer:
             self.stepper.warm_up(stop)
             then = Next.STOP if self.finished() or stop else Next.READ_AGAIN
             while then is not Next.STOP:
-                for batches in self.stepper.feed().steps():
+                for batches in self.stepper.feed():
                     then = self._step(batches, stop)
                     if then is not Next.CONTINUE:
                         break
@@ -249,10 +249,10 @@ class Trainer:
             raise reported(
                 RunError("no token of the validation sequences counts; use more --eval-batches, or other data")
             )
-        numbers = {f"validation/{name}": value for name, value in summary(metrics).items() if value is not None}
-        for member, own in members.items():
+        numbers = dict[str, float]()
+        for whose, own in {"": metrics, **{f"{name}/": each for name, each in members.items()}}.items():
             known = summary(own).items()
-            numbers |= {f"validation/{member}/{name}": value for name, value in known if value is not None}
+            numbers |= {f"validation/{whose}{name}": value for name, value in known if value is not None}
         if score is not None:
             numbers["validation/score"] = score
         bins = [[round(number, 6) for number in each.values()] for each in calibration(metrics)]
@@ -360,7 +360,7 @@ class Trainer:
         names = []
         adaptive = self.state.adaptive
         if result is not None and adaptive is not None:
-            names = self.recovery.act(progress.step, adaptive.controller.judged(result.metrics))[0]
+            names = self.recovery.act(progress.step, adaptive.judged(result.metrics))[0]
         if improved or progress.step % self.config.checkpoint.checkpoint_freq == 0 or self.finished():
             names.append(tiers.name_of("rolling", progress.step))
         if ends_epoch:
@@ -390,7 +390,7 @@ class Trainer:
         elif warmup_steps(planned, options) <= progress.step < self.total - decay_steps(planned, options):
             progress.decay_from = progress.step
             if self.state.adaptive is not None:
-                self.state.adaptive.controller.begin_decay(progress.step)
+                self.state.adaptive.begin_decay(progress.step)
             self.writers.event("decay", progress.step, reason=reason, steps=self.total)
             log.info("a plateau begins the decay, which ends at step %d: %s", self.total, reason)
 

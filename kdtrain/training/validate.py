@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 
 from kdtrain import faults
 from kdtrain.objective.batch import Batch
@@ -50,16 +49,14 @@ def validate(
     for batch in own_batches(source, part[:count], micro, read, layout):
         if batch is None:
             return None
-        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        rows = batch.rows()
         with torch.no_grad():
             total = total + measure(
                 student.hidden_eager(batch),
                 student.model.head,
-                labels_N,
-                rearrange(batch.loss_mask, "B T -> (B T)"),
-                batch.targets,
+                rows,
                 vocab_size=student.vocab_size,
-                bytes_N=None if sizes is None else sizes.to(labels_N.device)[labels_N.clamp(0, len(sizes) - 1)],
+                bytes_N=None if sizes is None else sizes.to(rows.labels.device)[rows.labels.clamp(0, len(sizes) - 1)],
             )
     if layout.data_size * layout.tensor_size == 1:
         return total

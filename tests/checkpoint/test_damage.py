@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -137,7 +137,7 @@ def test_a_read_only_checkpoint_stays_with_one_warning_and_stops_no_save(store, 
     shutil.rmtree(store.folder / "epoch-0001")
     with closed(store, "step-00000010", "step-00000020", mode=0o555) as folder:
         other = Store(folder, Keep(rolling=1))
-        with Saver(other, asynchronous) as saver:
+        with closing(Saver(other, asynchronous)) as saver:
             for step in (30, 40, 40, 50):
                 saver.save([f"step-{step:08d}"], step, {"a": torch.zeros(1)}, STATES)
             saver.save(["step-00000020"], 60, {"a": torch.zeros(1)}, STATES)  # the name of a read-only one

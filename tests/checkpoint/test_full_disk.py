@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from contextlib import closing
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def said(saver):
 @pytest.mark.parametrize("point", ["checkpoint.before-rename", "checkpoint.write", "checkpoint.before-prune"])
 def test_on_a_full_disk_the_oldest_checkpoint_is_removed_and_the_save_succeeds(store, full, asynchronous, point):
     full(1, point)
-    with Saver(store, asynchronous) as saver:
+    with closing(Saver(store, asynchronous)) as saver:
         saver.save(["step-00000040"], 40, tensors(4), STATES)
     assert said(saver) == ["the disk is full: removed step-00000010 to make room for checkpoint step-00000040"]
     assert store.names() == ["step-00000020", "step-00000030", "step-00000040"]
@@ -51,7 +52,7 @@ def test_on_a_disk_that_is_really_full_the_oldest_checkpoint_is_removed_and_the_
         pytest.skip("mounting needs root")
     try:
         store = Store(tmp_path / "checkpoints")
-        with Saver(store) as saver:
+        with closing(Saver(store)) as saver:
             for step in range(10, 50, 10):
                 saver.save([f"step-{step:08d}"], step, {"a": torch.zeros(18_000)}, STATES)  # 72 kB
         assert said(saver) == ["the disk is full: removed step-00000010 to make room for checkpoint step-00000040"]
@@ -66,7 +67,7 @@ def test_best_protected_and_newest_stay_on_a_full_disk_and_set_aside_ones_are_re
     store.save("step-00000005", 5, tensors(5), STATES)
     store.set_aside_after(20)
     full(1)
-    with Saver(store) as saver:
+    with closing(Saver(store)) as saver:
         saver.save(["step-00000040"], 40, {"a": torch.zeros(500)}, STATES, protected=["step-00000005"])
     assert store.names() == ["step-00000005", "step-00000010", "step-00000020", "step-00000040"]
     assert "removed step-00000030.left-1 to make room" in said(saver)[0]
@@ -74,7 +75,7 @@ def test_best_protected_and_newest_stay_on_a_full_disk_and_set_aside_ones_are_re
 
 def test_a_save_waits_for_space_with_a_line_each_minute_and_succeeds_once_there_is_some(store, full):
     full(4)
-    with Saver(store, patience=10) as saver:
+    with closing(Saver(store, patience=10)) as saver:
         saver.save(["step-00000040"], 40, tensors(4), STATES)
     where = f"step-00000040 waits for space in {store.folder}"
     assert said(saver)[1:] == [f"the disk is full: {where}, minute {minute} of 10" for minute in (1, 2, 3)]

@@ -45,7 +45,9 @@ torch.testing.assert_close(hidden.grad, p.hidden.grad[mine], rtol=1e-12, atol=1e
 for got, want in ((sharded.weight, p.head.weight), (sharded.bias, p.head.bias)):
     assert got.grad.placements == (Shard(0),), "each rank keeps its shard of the gradient"
     torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-12, atol=1e-14)
-found, expected = (measure(p.hidden, head, p.labels, p.mask, targets, vocab_size=23) for head in (sharded, p.head))
+found, expected = (
+    measure(p.hidden, head, Supervision(p.labels, p.mask, targets), vocab_size=23) for head in (sharded, p.head)
+)
 assert found == expected
 
 # A head of which each rank computes its part of the logits, of the same tokens: every answer is that of the whole head.
@@ -90,7 +92,9 @@ for name, kept in cases.items():
         if dtype != torch.bfloat16:
             torch.testing.assert_close(part(p.hidden), p.head(p.hidden).detach(), rtol=near, atol=near)
         head = replace(part, size=23)
-        found, expected = (measure(p.hidden, each, p.labels, p.mask, targets, vocab_size=23) for each in (head, p.head))
+        found, expected = (
+            measure(p.hidden, each, Supervision(p.labels, p.mask, targets), vocab_size=23) for each in (head, p.head)
+        )
         assert torch.tensor(found.vector()).allclose(torch.tensor(expected.vector()), rtol=near, equal_nan=True), name
         if targets is not None:
             rows_of = Supervision(p.labels, p.mask, targets)

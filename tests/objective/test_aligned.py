@@ -17,7 +17,7 @@ from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.cells import CellIndex
 from kdtrain.objective.loss import DistillationLoss, distillation_loss
 from kdtrain.objective.metrics import measure
-from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets
+from kdtrain.objective.targets import FLOOR, DenseTargets, SparseTargets, Supervision
 from kdtrain.tokenizers import teacher_cells
 from kdtrain.tokenizers.cells import Cells, prefix_cells
 from kdtrain.tokenizers.targets import AlignedTargets
@@ -221,7 +221,9 @@ def test_equal_tokenizers_have_the_ordinary_objective_to_the_bit(rule, through, 
         ours = p.cast(dtype)
         out = run(ours, targets, 1.0, rule, chunk=16)
         found.append([out.loss, out.ce, out.kd, *torch.autograd.grad(out.loss, ours.leaves())])
-        measured = measure(ours.hidden, ours.head, ours.labels, ours.mask, targets, vocab_size=ours.vocab_size)
+        measured = measure(
+            ours.hidden, ours.head, Supervision(ours.labels, ours.mask, targets), vocab_size=ours.vocab_size
+        )
         found[-1] += [torch.tensor(measured.kl), torch.tensor(measured.cross_entropy)]
     for one, other in zip(*found, strict=True):
         if through == "tokens":
@@ -388,7 +390,7 @@ def test_from_samples_the_divergence_over_cells_is_too_large_by_the_entropy_that
     every = torch.arange(count)
     near, mask = over(targets, cells, every), torch.ones(count, dtype=torch.bool)
     ours = aligned(near, mask, CellIndex.of(cells, size // 3))
-    found = measure(energies.float(), HeadPart(), every % size, mask, ours, vocab_size=size).divergence()
+    found = measure(energies.float(), HeadPart(), Supervision(every % size, mask, ours), vocab_size=size).divergence()
     shares = torch.zeros(count, size // 3).index_add_(1, cells, counts / draws).double()
     lacking = (
         torch.special.entr(energies[:1].exp().view(20, 3).sum(1)).sum() - torch.special.entr(shares).sum(1)
@@ -420,7 +422,7 @@ def test_a_teachers_bytes_are_those_of_its_own_labels():
     near = replace(near, label_logprob=torch.tensor([0.0, -3.0, 0.0, -1.0]))
     targets = AlignedTargets(near, at, torch.tensor([0.0, 3.0, 0.0, 5.0]), None)
     how = {"vocab_size": p.vocab_size, "chunk": 3, "bytes_N": torch.tensor([3, 1, 2, 4])}
-    found = measure(p.hidden, p.head, p.labels, torch.ones(4, dtype=torch.bool), targets, **how)
+    found = measure(p.hidden, p.head, Supervision(p.labels, torch.ones(4, dtype=torch.bool), targets), **how)
     assert (found.bytes, found.teacher_bytes, found.compared) == (10, 8, 3)
     assert found.teacher_bits_per_byte() == pytest.approx(4 / 8 / math.log(2))
     assert found.teacher_loss() == pytest.approx(4 / 8 * 10 / 4)

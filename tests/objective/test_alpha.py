@@ -175,19 +175,8 @@ def test_alpha_begins_at_zero_beside_a_weak_teacher_until_the_next_measurement()
         assert alpha.value().item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        {"alpha.means": torch.tensor([[4.0, 3.0, 2.0], [torch.inf] * 3])},
-        {
-            "alpha.present": torch.tensor([0.5, 0.9]),
-            "alpha.known": torch.tensor([[0.5, 0.4, 0.1], [-1.0] * 3]),
-            "alpha.trained": torch.tensor([[4.0, 3.0], [math.inf] * 2]),
-        },
-    ],
-    ids=["by its batches", "by share, posterior and G"],
-)
-def test_the_state_of_an_older_rule_is_what_a_run_resumes_from(before):
+def test_the_state_of_an_older_rule_is_what_a_run_resumes_from():
+    before = {"alpha.means": torch.tensor([[4.0, 3.0, 2.0], [torch.inf] * 3])}
     alpha = MeasuredAlpha([True, True])
     alpha.load_state_dict({name.removeprefix("alpha."): each for name, each in of_before(before).items()})
     assert alpha.value().tolist() == [0.5, pytest.approx(0.9)] and not alpha.measured

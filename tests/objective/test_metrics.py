@@ -8,11 +8,13 @@ from objective_reference import dense, problem, reference_kd, sparse
 from kdtrain.objective import metrics
 from kdtrain.objective.engine import matmul
 from kdtrain.objective.metrics import BINS, Metrics, measure
+from kdtrain.objective.targets import Supervision
 
 
 def run(p, targets, part=slice(None), **more):
     piece = None if targets is None else targets[part]
-    return measure(p.hidden[part], p.head, p.labels[part], p.mask[part], piece, vocab_size=p.vocab_size, **more)
+    rows = Supervision(p.labels[part], p.mask[part], piece)
+    return measure(p.hidden[part], p.head, rows, vocab_size=p.vocab_size, **more)
 
 
 def exact(p):

@@ -8,7 +8,7 @@ from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.logits import chunk_logits
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.metrics import measure
-from kdtrain.objective.targets import DenseTargets, OnlineTargets
+from kdtrain.objective.targets import DenseTargets, OnlineTargets, Supervision
 
 DIVERGENCES = ["forward-kl", "jsd", "logit-mse"]
 
@@ -77,7 +77,8 @@ def test_the_numbers_of_single_tokens_and_the_metrics_are_those_of_the_dense_tar
         assert slope.item() == pytest.approx(-69.8, rel=1)
     torch.testing.assert_close(online.log_partition(beta), dense.log_partition(beta))
     found, expected = (
-        measure(p.hidden, p.head, p.labels, p.mask, targets, vocab_size=23, chunk=7) for targets in (online, dense)
+        measure(p.hidden, p.head, Supervision(p.labels, p.mask, targets), vocab_size=23, chunk=7)
+        for targets in (online, dense)
     )
     assert found.vector() == pytest.approx(expected.vector(), rel=1e-6, nan_ok=True)
 

@@ -8,7 +8,7 @@ from kdtrain.errors import UsageError
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.objective.metrics import measure
 from kdtrain.objective.statistics import Entries, Events, Statistics
-from kdtrain.objective.targets import FLOOR, Comparison, DenseTargets, SparseTargets, Targets, per_token
+from kdtrain.objective.targets import FLOOR, Comparison, DenseTargets, SparseTargets, Supervision, Targets, per_token
 
 KNOTS = (1.0, 0.7, 0.45, 0.25)
 F64 = torch.float64
@@ -184,7 +184,7 @@ def test_another_kind_of_targets_is_one_class_which_the_loss_and_the_metrics_tak
     for got, want in zip(*(torch.autograd.grad(each, p.leaves()) for each in (out.loss, expected)), strict=True):
         torch.testing.assert_close(got, want)
     torch.testing.assert_close(out.loss, expected)
-    found = measure(*arguments, vocab_size=p.vocab_size)
+    found = measure(*arguments[:2], Supervision(*arguments[2:]), vocab_size=p.vocab_size)
     assert found.agreement is None and found.kl == pytest.approx(kinds["forward-kl"][p.mask].sum().item())
     with pytest.raises(UsageError, match="T = 1 only"):
         DistillationLoss(temperature=2.0)(*arguments, vocab_size=p.vocab_size, normalizer=11.0)

@@ -184,8 +184,8 @@ def test_minimize_is_bistable_and_reports_when_it_is_on_a_bound():
         ({"mode": "learn"}, "--temperature-mode learn is unknown"),
         ({"mode": "fixed", "start": 0.0}, "above 0"),
         ({"mode": "fixed", "start": math.nan}, "above 0"),
-        ({"mode": "minimize", "minimum": 2.0, "maximum": 2.0}, "leave no room"),
-        ({"mode": "likelihood", "minimum": 0.0}, "leave no room"),
+        ({"mode": "minimize", "minimum": 2.0, "maximum": 2.0}, "cannot be learned between"),
+        ({"mode": "likelihood", "minimum": 0.0}, "cannot be learned between"),
     ],
 )
 def test_impossible_temperatures_are_refused(settings, message):

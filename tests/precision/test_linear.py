@@ -9,7 +9,7 @@ from kdtrain.config.sections import LoraConfig
 from kdtrain.models.adapters import adapter_parts, restrict
 from kdtrain.models.head import split
 from kdtrain.precision.backends import Torchao, capability
-from kdtrain.precision.emulated import FormatRecipe, quantized_linear
+from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.modes import Switch
 from kdtrain.testing import tiny_model
@@ -125,7 +125,7 @@ def test_all_three_products_are_quantised_along_the_axis_they_sum_over():
     x, weight = torch.randn(40, 64, requires_grad=True), torch.randn(33, 64, requires_grad=True)
     with torch.no_grad():
         x[:, 5], weight[7] = x[:, 5] * 100, weight[7] * 100
-    y = quantized_linear(x, weight, MXFP4, torch.float32)
+    y = Emulated(MXFP4)(x, weight, torch.float32, False)
     dx, dw = torch.autograd.grad(y.square().sum(), (x, weight))
     from kdtrain.precision.emulated import ELEMENTS, quantize_mx
 

@@ -11,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from kdtrain.checkpoint.store import load
 from kdtrain.objective.engine import matmul
 from kdtrain.precision.backends import Torchao
-from kdtrain.precision.controller import Adaptive, Policy, PrecisionController, SwitchTo
+from kdtrain.precision.controller import Adaptive, Policy, SwitchTo
 from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, convert
 
@@ -25,7 +25,7 @@ MODEL = {"num_hidden_layers": 1, "intermediate_size": 48}
 CALM = {"lr": 1e-3, "lr_schedule": "constant", "spike_patience": 0, "checkpoint_freq": 1, "keep_rolling": 50}
 
 
-class EachSecond(PrecisionController):
+class EachSecond(Adaptive):
     """A controller that switches after each second step, whatever the loss is, and reports after each one where to."""
 
     def observe(self, step: int, loss: float, gap: float | None = None, broken: str | None = None) -> list:
@@ -44,7 +44,7 @@ def compiled(run, backend) -> None:
     assert converted.quantized == ["model.layers.0.mlp.down_proj"]  # each further one takes seconds to compile
     step.quantized, step.mode, step.compile_objective = "fp8", "bf16", True
     step.backbone = torch.compile(step._backbone, dynamic=False, fullgraph=True)
-    run.state.adaptive = Adaptive(EachSecond(Policy(quantized=step.quantized)), step.switch, "high")
+    run.state.adaptive = EachSecond(Policy(quantized=step.quantized), step.switch, "high")
 
 
 def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = None) -> dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ def go(workshop, name: str, backend, steps: int = STEPS, begin_at: int | None = 
 
         run.state.adaptive.switch_to = watched
         run.fit()
-        assert run.state.adaptive.controller.switches >= (6 if steps == STEPS else 0)
+        assert run.state.adaptive.switches >= (6 if steps == STEPS else 0)
         return load(run.store.path(f"step-{steps:08d}")).tensors
 
 

@@ -12,7 +12,7 @@ from kdtrain.testing import tiny_model
 from kdtrain.training.guards import GradientExplosion, non_finite
 from kdtrain.training.optimizers import make_optimizer
 from kdtrain.training.signals import StopRequest
-from kdtrain.training.sources.source import Feed
+from kdtrain.training.sources.source import feed
 from kdtrain.training.step import Status
 from kdtrain.training.student import Student
 
@@ -118,7 +118,7 @@ def test_a_non_finite_value_is_found_wherever_it_is(bad):
 def test_a_step_whose_temperature_alone_has_a_bad_gradient_is_skipped_as_well(workshop):
     def take(run):
         cursor = run.state.progress.sequences
-        batches = next(Feed(run.stepper.source, lambda _: run.stepper.sequences(cursor), run.stepper.micro).steps())
+        batches = next(feed(run.stepper.source, lambda _: run.stepper.sequences(cursor), run.stepper.micro))
         return run.stepper.take(batches, StopRequest())
 
     with workshop.run(temperature_mode="likelihood") as run:

@@ -126,7 +126,7 @@ def test_a_step_without_a_token_is_skipped_and_the_order_stays(workshop):
     source = workshop.source(8, masked=tuple(first[:4]))
     with workshop.run(train=source, steps=2, lr_schedule="constant", eval_freq=9, checkpoint_freq=9) as run:
         before, stop = weights(run), StopRequest()
-        result = run.stepper.take(next(run.stepper.feed().steps()), stop)
+        result = run.stepper.take(next(run.stepper.feed()), stop)
         then = run.recovery.after_step(result)
         assert result.status is Status.SKIPPED and then is Next.CONTINUE
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(run).items())
@@ -158,7 +158,7 @@ def test_a_non_finite_step_leaves_no_trace_and_its_data_are_left_out(workshop, m
     with workshop.run(train=source, micro_batch_size=micro, steps=1, lr_schedule="constant", checkpoint_freq=1) as run:
         run.fit()
         before, moments = weights(run), copy.deepcopy(run.state.optimizer.state_dict()["state"])
-        bad = next(run.stepper.feed().steps())
+        bad = next(run.stepper.feed())
         result = run.stepper.take(bad, StopRequest())
         run.recovery.after_step(result)
     assert result.status is Status.SKIPPED and not math.isfinite(result.loss)

@@ -66,9 +66,9 @@ def test_a_step_that_ran_out_of_memory_and_one_that_was_interrupted_are_two_resu
     stopped.settle(signal.SIGTERM)
     with workshop.run(steps=3) as run:
         run.stepper.halves_for = 3
-        halved = run.stepper.take(next(run.stepper.feed().steps()), StopRequest())
+        halved = run.stepper.take(next(run.stepper.feed()), StopRequest())
         assert fired and (halved.status, run.stepper.micro) == (Status.OUT_OF_MEMORY, 2)
         assert run.recovery.after_step(halved) is Next.READ_AGAIN
-        interrupted = run.stepper.take(next(run.stepper.feed().steps()), stopped)
+        interrupted = run.stepper.take(next(run.stepper.feed()), stopped)
         assert interrupted.status is Status.INTERRUPTED and run.recovery.after_step(interrupted) is Next.STOP
     assert run.state.progress.step == run.stepper.tokens == 0

@@ -17,7 +17,7 @@ from kdtrain.monitor.writers import Writers
 from kdtrain.precision.loss_scale import LossScale
 from kdtrain.testing import tiny_tokenizer
 from kdtrain.training import reporter as reporting
-from kdtrain.training.reporter import Reporter, gradients_of, sample_texts
+from kdtrain.training.reporter import Reporter, gradients_of, sample_texts, unsound
 
 
 @pytest.fixture
@@ -244,9 +244,8 @@ def test_parameters_without_a_sound_gradient_are_named_and_many_are_counted():
     for name, value in (("good", 1.0), ("dead", 0.0), ("bad", 1.0)):
         model[name].weight.grad = torch.full((2, 2), value)
     model["bad"].weight.grad[0, 1] = math.nan
-    found = gradients_of(model)
-    assert (found.good, found.missing) == (1, ["unused.weight"])
-    assert (found.zero, found.broken) == (["dead.weight"], ["bad.weight"])
-    assert [text.split(" (")[1] for text in found.lines()] == ["bad.weight)", "unused.weight)", "dead.weight)"]
-    [text] = gradients_of(nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(8)))).lines()
+    kinds = {"sound": "good", "without": "unused", "zero": "dead", "non-finite": "bad"}
+    assert gradients_of(model) == {kind: [f"{name}.weight"] for kind, name in kinds.items()}
+    assert [text.split(" (")[1] for text in unsound(model)] == ["bad.weight)", "unused.weight)", "dead.weight)"]
+    [text] = unsound(nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(8))))
     assert text.startswith("8 parameters have no gradient") and "4.weight and 3 more" in text

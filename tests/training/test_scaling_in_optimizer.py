@@ -40,7 +40,7 @@ class Passes(TorchDispatchMode):
 def steps_of(workshop, name, **options):
     """Take three steps; return the numbers of each, and the weights."""
     with workshop.run(name, steps=3, clip=0.05, **options) as run:
-        batches = run.stepper.feed().steps()
+        batches = run.stepper.feed()
         numbers = []
         for _ in range(3):
             numbers.append(run.stepper.take(next(batches), StopRequest()).metrics)
@@ -66,7 +66,7 @@ def test_norm_clip_and_update_move_thirty_six_bytes_a_parameter_and_not_forty_ei
     for wanted in (False, True):
         on_gpu(wanted)
         with workshop.run(str(wanted)) as run:
-            batches = run.stepper.feed().steps()
+            batches = run.stepper.feed()
             run.stepper.take(next(batches), StopRequest())
             with Passes() as passes:
                 run.stepper.take(next(batches), StopRequest())
@@ -101,6 +101,6 @@ def test_a_step_that_is_skipped_changes_nothing_when_the_optimizer_scales(worksh
     source = workshop.source(10, broken=tuple(range(10)))
     with workshop.run(train=source, **LEARNED) as run:
         before = [each.detach().clone() for each in run.student.parameters()]
-        assert run.stepper.take(next(run.stepper.feed().steps()), StopRequest()).status is step.Status.SKIPPED
+        assert run.stepper.take(next(run.stepper.feed()), StopRequest()).status is step.Status.SKIPPED
         assert all(map(torch.equal, before, run.student.parameters()))
         assert all(float(state["step"]) == 0 for state in run.state.optimizer.state.values())

@@ -17,7 +17,7 @@ from kdtrain.objective.targets import OnlineTargets
 from kdtrain.teaching.local import LocalTeacher
 from kdtrain.training.sources.build import StudentSource
 from kdtrain.training.sources.cache import CachedSource
-from kdtrain.training.sources.source import Feed
+from kdtrain.training.sources.source import feed
 
 
 def indices(step):
@@ -45,8 +45,8 @@ class Numbers:
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("micro", [1, 2, 3, 6])
 def test_each_step_gets_its_sequences_in_order(overlaps, micro):
-    feed = Feed(Numbers(overlaps), indices, micro)
-    found = [list(batches) for batches in itertools.islice(feed.steps(), 3)]
+    steps = feed(Numbers(overlaps), indices, micro)
+    found = [list(batches) for batches in itertools.islice(steps, 3)]
     for step, batches in enumerate(found):
         assert len(batches) == 6 // micro
         assert [number for batch in batches for number in batch] == indices(step).tolist()
@@ -54,7 +54,7 @@ def test_each_step_gets_its_sequences_in_order(overlaps, micro):
 
 def test_reading_runs_in_another_thread_and_no_further_than_one_micro_batch_ahead():
     source = Numbers(overlaps=True)
-    batches = next(Feed(source, indices, 3).steps())
+    batches = next(feed(source, indices, 3))
     next(batches)
     next(batches)
     assert len(source.reads) <= 3
@@ -63,7 +63,7 @@ def test_reading_runs_in_another_thread_and_no_further_than_one_micro_batch_ahea
 
 def test_an_online_teacher_runs_in_the_thread_of_the_student_and_not_ahead():
     source = Numbers(overlaps=False)
-    batches = next(Feed(source, indices, 3).steps())
+    batches = next(feed(source, indices, 3))
     next(batches)
     assert source.reads == [[0, 1, 2]]
     assert source.threads == {threading.current_thread()}
@@ -71,10 +71,10 @@ def test_an_online_teacher_runs_in_the_thread_of_the_student_and_not_ahead():
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_an_error_of_the_reader_arrives_at_its_step(overlaps):
-    feed = Feed(Numbers(overlaps, fails_at=7), indices, 6).steps()
-    assert list(next(feed)) == [indices(0).tolist()]
+    steps = feed(Numbers(overlaps, fails_at=7), indices, 6)
+    assert list(next(steps)) == [indices(0).tolist()]
     with pytest.raises(OSError, match="a shard is gone"):
-        list(next(feed))
+        list(next(steps))
 
 
 def test_an_error_of_the_reader_does_not_wait_for_a_read_that_never_ends():
@@ -86,7 +86,7 @@ def test_an_error_of_the_reader_does_not_wait_for_a_read_that_never_ends():
                 answered.append(answers.wait(20))
             return super().read(numbers)
 
-    batches = next(Feed(Stuck(overlaps=True, fails_at=0), indices, 3).steps())
+    batches = next(feed(Stuck(overlaps=True, fails_at=0), indices, 3))
     with pytest.raises(OSError, match="a shard is gone"):
         next(batches)
     assert not answered

@@ -13,7 +13,7 @@ from training_kit import events, trained
 from kdtrain.checkpoint import tiers
 from kdtrain.checkpoint.store import Store, load
 from kdtrain.errors import RunError
-from kdtrain.precision.controller import Adaptive, Policy, PrecisionController
+from kdtrain.precision.controller import Adaptive, Policy
 from kdtrain.precision.emulated import FormatRecipe
 from kdtrain.precision.linear import Emulated, convert
 from kdtrain.precision.loss_scale import LossScale
@@ -33,15 +33,14 @@ CALM = {
 LOSS = {"rules": ("loss",), "threshold": 8.0, "window": 4, "min_dwell": 5}
 
 
-def quantise(run, **policy) -> PrecisionController:
+def quantise(run, **policy) -> Adaptive:
     """Make a run of the workshop adaptive, in mxfp4."""
     model, switch = run.student.model.model, run.student.switch
     backend = Emulated(FormatRecipe("mx", "e2m1", "e2m1"))
     convert(model, switch, backend, head=model.get_output_embeddings())
     run.student.quantized = "mxfp4"
-    controller = PrecisionController(Policy(quantized="mxfp4", **policy))
-    run.state.adaptive = Adaptive(controller, switch, "high")
-    return controller
+    run.state.adaptive = Adaptive(Policy(quantized="mxfp4", **policy), switch, "high")
+    return run.state.adaptive
 
 
 def state_after(workshop, policy, options, name: str, steps: int, begin_at=None) -> tuple[dict, dict]:
@@ -183,13 +182,13 @@ def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(wor
     for probe_every in (2, 1000):
         with workshop.run(f"every-{probe_every}", steps=6, **CALM | {"lr": 1e-3}) as run:
             quantise(run, rules=("gap",), threshold=100.0, window=100, probe_every=probe_every)
-            gaps, observe = [], run.state.adaptive.controller.observe
+            gaps, observe = [], run.state.adaptive.observe
 
             def watched(step, loss, gap, broken, observe=observe, gaps=gaps):
                 gaps.append(gap)
                 return observe(step, loss, gap, broken)
 
-            run.state.adaptive.controller.observe = watched
+            run.state.adaptive.observe = watched
             run.fit()
             ends.append({name: each.clone() for name, each in run.state.tensors().items()})
         measured = [gap for gap in gaps if gap is not None]
@@ -202,9 +201,7 @@ def test_the_gap_is_what_quantisation_costs_and_measuring_it_changes_nothing(wor
 def test_the_rules_watch_the_loss_or_one_of_a_fixed_weight_where_alpha_moves(workshop, alpha):
     with workshop.run(steps=4, **CALM | {"alpha": alpha}) as run:
         seen, observe = {}, quantise(run, rules=("loss",), threshold=100.0, window=100).observe
-        run.state.adaptive.controller.observe = lambda step, loss, *more: (
-            seen.update({step: loss}) or observe(step, loss, *more)
-        )
+        run.state.adaptive.observe = lambda step, loss, *more: seen.update({step: loss}) or observe(step, loss, *more)
         run.fit()
     lines = metrics(run).items()
     fixed = {step: pytest.approx(0.1 * line["ce"] + 0.9 * line["kd_T1"]) for step, line in lines}

@@ -99,7 +99,7 @@ def test_cells_are_moved_once_and_cost_one_wait_a_micro_batch(workshop, monkeypa
     monkeypatch.setattr(engine, "chunk_rows", lambda *_: 5)
     monkeypatch.setattr(step, "_scales_in_optimizer", lambda *_: True)
     with workshop.run(steps=3, train=over_cells(workshop.source(10)), micro_batch_size=2) as run:
-        read = run.stepper.feed().steps()
+        read = run.stepper.feed()
         run.stepper.take(next(read), StopRequest())
         batches = iter(list(next(read)))
         with Waits() as waits:
@@ -123,7 +123,7 @@ def test_a_step_waits_for_the_device_once(workshop, options, world, monkeypatch)
         monkeypatch.setattr(module, "readable", lambda tensor: False)
     monkeypatch.setattr(step, "_scales_in_optimizer", lambda *_: True)
     with workshop.run(steps=3, **options) as run:
-        read = run.stepper.feed().steps()
+        read = run.stepper.feed()
         run.stepper.take(next(read), StopRequest())  # the first names parameters without a gradient
         batches = iter(list(next(read)))  # reading data is not the device's
         run.stepper.micro //= world

@@ -21,6 +21,7 @@ weight (V and padding), K kept entries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,13 @@ from torch import Tensor
 from kdtrain.models.output_head import HeadPart
 from kdtrain.objective.engine import matmul
 from kdtrain.objective.engine.matmul import maybe_compiled
-from kdtrain.objective.engine.sparse import Shares, SparseLoss, differentiate, reduce_logits, spread_gradients
+from kdtrain.objective.engine.sparse import Shares, differentiate, reduce_logits, spread_gradients
 from kdtrain.objective.logits import ChunkLogits, chunk_rows
 from kdtrain.objective.statistics import Entries
 from kdtrain.objective.targets import Supervision, readable
 
 if TYPE_CHECKING:
-    from kdtrain.objective.engine.dense import DenseLoss, Named
+    from kdtrain.objective.engine.dense import Named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,8 @@ class Request:
     """Of the student; `fused_loss` takes weight and bias out of it."""
     rows: Supervision
     """Of the N rows; the losses get it chunk by chunk, see `Supervision.harmless`."""
-    sparse_loss: SparseLoss
-    """For single entries, or no targets."""
-    dense_loss: DenseLoss
-    """For targets of whole rows."""
+    loss: Callable[..., tuple[Tensor, Tensor]]
+    """A `DenseLoss` for targets of whole rows, else a `SparseLoss`."""
     divergence: Named
     """From targets of whole rows."""
     sums: int
@@ -235,7 +234,7 @@ class _WholeRows:
             at_one_R = maybe_compiled(dense.value_dense, compiled)(pair, sums, request.divergence, head)
             values = values._replace(at_one=at_one_R)
         found = maybe_compiled(dense.weigh, request.compile_small(z_RV.device) and head.group is None)(
-            request.dense_loss, pair, sums, values, self.beta, rows, self.slopes, bool(request.wanted), head
+            request.loss, pair, sums, values, self.beta, rows, self.slopes, bool(request.wanted), head
         )
         if not request.wanted:
             return found.loss, found.sums, found.beta, None
@@ -291,11 +290,11 @@ class _Entries:
         tail = reduce(z_RV, self.beta_z, self.distils and not self.at_one, self.slopes).of_all(head, self.beta_z)
         if not request.wanted:
             statistics, _ = tail.statistics(entries, self.beta)
-            return *request.sparse_loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
+            return *request.loss(statistics, self.beta, rows.double()), torch.zeros_like(self.beta), None
         dz_RV = z_RV if into_RV is None else into_RV
         at_type = dz_RV.dtype if folded is None else z_RV.dtype  # a cell's is not rounded twice
         found = maybe_compiled(differentiate, request.compile_small(z_RV.device))(
-            request.sparse_loss, tail, self.beta, rows, entries, self.slopes, head, at_type
+            request.loss, tail, self.beta, rows, entries, self.slopes, head, at_type
         )
         shares = Shares(tail.top, found.share, found.share_beta if self.distils else None)
         if fused:

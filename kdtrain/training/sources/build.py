@@ -1,4 +1,4 @@
-"""Opens a source by its name, and completes it for a student: for training, validation, `evaluate` and checks alike.
+"""Completes a source for a student: for training, validation, `evaluate` and checks alike.
 
 A plain copy to a GPU stands in the queue of the training step: it waits for everything launched before it, and
 everything launched later waits for it. Here the copy comes from pinned memory on a stream of its own, and only the
@@ -13,30 +13,17 @@ import torch
 from torch import Tensor
 
 from kdtrain import faults
-from kdtrain.config.choices import SOURCES
 from kdtrain.data.order import Order
-from kdtrain.errors import RunError, UsageError
+from kdtrain.errors import RunError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import ANY_T
-from kdtrain.training.sources.source import Growing, Source, SourceRequest, order_of
+from kdtrain.training.sources.source import Growing, Source, order_of
 
 if TYPE_CHECKING:
     from kdtrain.teaching.online import OnlineTeacher
 
 _PIN_LIMIT = 2**30
 """Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""
-
-
-def open_source(name: str, request: SourceRequest) -> Source:
-    """Open the source called `name`.
-
-    Raises:
-        UsageError: there is no such source, it cannot be opened, or it is empty.
-    """
-    source: Source = SOURCES.get(name)(request)
-    if not len(source):
-        raise UsageError(f"--source {name} has no sequences in the split {request.split}")
-    return source
 
 
 class StudentSource:

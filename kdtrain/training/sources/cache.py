@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from kdtrain.cache.read import reader
+from kdtrain.config.choices import SOURCES
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import ANY_T
 from kdtrain.ranks import raise_on_all_ranks
-from kdtrain.training.sources.build import open_source
 from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
 from kdtrain.training.sources.source import Facts, Growing, Source, SourceRequest, register_source
 
@@ -130,14 +130,19 @@ def cached_data(request: PlanRequest) -> CachedData:
 
 
 def open_sources(config: DistillConfig, places: Sequence[Path | str | reader.LocalCache]) -> dict[str, Source]:
-    """Open the splits train and validation of the caches in `places`, or of another --source."""
+    """Open the splits train and validation of the caches in `places`, or of another --source.
+
+    UsageError: there is no such source, it cannot be opened, or a split is empty.
+    """
     caches: list[reader.LocalCache | None] = [
         each if isinstance(each, reader.LocalCache) else reader.open_cache(each) for each in places
     ] or [None]
     found: dict[str, list[Source]] = {}
     for split in ("train", "validation"):
         requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
-        found[split] = [open_source(config.source, each) for each in requests]
+        found[split] = [SOURCES.get(config.source)(each) for each in requests]
+        if not all(map(len, found[split])):
+            raise UsageError(f"--source {config.source} has no sequences in the split {split}")
     if len(caches) > 1:
         from kdtrain.training.sources.mixture import mix
 

@@ -165,8 +165,10 @@ def passes_of(source: Source, sequences: int) -> tuple[float, ...]:
     return tuple(epochs * each.quota / len(each.place) for each in members) or (epochs,)
 
 
-class Feed:
-    """An endless stream of the micro-batches of each step.
+def feed(
+    source: Source, indices: Callable[[int], np.ndarray], micro: int, expected: float = math.inf
+) -> Iterator[Iterator[Batch]]:
+    """Yield for each step, without end, an iterator over its micro-batches; the caller must exhaust it.
 
     They are read one ahead in a thread: decompression and the copy to the device overlap with the step.
 
@@ -176,37 +178,29 @@ class Feed:
         micro: sequences in a micro-batch.
         expected: steps that will be taken; those after them, in place of skipped ones, are not read ahead.
     """
+    micro_batches = (part for step in itertools.count() for part in rearrange(indices(step), "(a m) -> a m", m=micro))
+    batches: Iterator[Batch] = map(source.read, micro_batches)
+    if source.overlaps:
+        batches = _read_ahead(source, micro_batches, expected * (len(indices(0)) // micro))
+    for step in itertools.count():
+        yield itertools.islice(batches, len(indices(step)) // micro)
 
-    def __init__(
-        self, source: Source, indices: Callable[[int], np.ndarray], micro: int, expected: float = math.inf
-    ) -> None:
-        self.source, self.indices, self.micro, self.expected = source, indices, micro, expected
 
-    def steps(self) -> Iterator[Iterator[Batch]]:
-        """Yield for each step an iterator over its micro-batches; the caller must exhaust it."""
-        batches = self._read_ahead() if self.source.overlaps else map(self.source.read, self._micro_batches())
-        for step in itertools.count():
-            yield itertools.islice(batches, len(self.indices(step)) // self.micro)
-
-    def _read_ahead(self) -> Iterator[Batch]:
-        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-        pending: deque[Future[Batch]] = deque()
-        try:
-            most = self.expected * (len(self.indices(0)) // self.micro)
-            for number, indices in enumerate(self._micro_batches()):
-                ahead = int(number < most)
-                while len(pending) > ahead:
-                    yield pending.popleft().result()
-                pending.append(reader.submit(self.source.read, indices))
-                while len(pending) > ahead:
-                    yield pending.popleft().result()
-        finally:
-            # no wait: a read from a file system that does not answer would keep a failed command alive
-            reader.shutdown(wait=False, cancel_futures=True)
-
-    def _micro_batches(self) -> Iterator[np.ndarray]:
-        for step in itertools.count():
-            yield from rearrange(self.indices(step), "(a m) -> a m", m=self.micro)
+def _read_ahead(source: Source, micro_batches: Iterator[np.ndarray], most: float) -> Iterator[Batch]:
+    """Yield the micro-batches; the first `most` are read one ahead."""
+    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+    pending: deque[Future[Batch]] = deque()
+    try:
+        for number, indices in enumerate(micro_batches):
+            ahead = int(number < most)
+            while len(pending) > ahead:
+                yield pending.popleft().result()
+            pending.append(reader.submit(source.read, indices))
+            while len(pending) > ahead:
+                yield pending.popleft().result()
+    finally:
+        # no wait: a read from a file system that does not answer would keep a failed command alive
+        reader.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, kw_only=True)
