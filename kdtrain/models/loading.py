@@ -340,9 +340,14 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
-    """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes, cast to each of `dtypes`."""
+    """Return the SHA-256 of the state dict (`state_digest`), cast to each of `dtypes`."""
+    return state_digest(model.state_dict(), *dtypes)
+
+
+def state_digest(state: Mapping[str, Any], *dtypes: torch.dtype) -> str:
+    """Return the SHA-256 of tensors: names in order, dtypes, shapes and bytes, floats cast to each of `dtypes`."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         for dtype in dtypes if tensor.is_floating_point() else ():
             tensor = tensor.to(dtype)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
