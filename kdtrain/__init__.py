@@ -40,14 +40,21 @@ def _modules() -> dict[str, str]:
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return sorted({*_modules(), *importlib.import_module("kdtrain.registry").own_names()})
+        from kdtrain.registry import own_names
+
+        return sorted({*_modules(), *own_names()})
+    from importlib.metadata import entry_points
+
     module = _modules().get(name)
-    points = importlib.import_module("importlib.metadata").entry_points
-    if module is None and (name.startswith("_") or not points(group="kdtrain.library", name=name)):
+    if module is None and (name.startswith("_") or not entry_points(group="kdtrain.library", name=name)):
         raise AttributeError(f"module 'kdtrain' has no attribute '{name}'")
-    with importlib.import_module("kdtrain.imports").quiet_import():
+    from kdtrain.imports import quiet_import
+
+    with quiet_import():
         if module is None:  # a plugin's
-            value = importlib.import_module("kdtrain.registry").offered(name)
+            from kdtrain.registry import offered
+
+            value = offered(name)
         else:
             value = getattr(importlib.import_module(module), name)
     globals()[name] = value

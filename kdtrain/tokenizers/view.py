@@ -96,11 +96,16 @@ class View:
         labels = max(1, tally.labels)
         return {
             "cache": record.settings["cache"],
-            **{"teacher": teacher, "student": student, "cells": self.cells.count, "split": split},
-            **{"boundaries": tally.boundaries / labels, "inside": tally.inside / labels},
+            "teacher": teacher,
+            "student": student,
+            "cells": self.cells.count,
+            "split": split,
+            "boundaries": tally.boundaries / labels,
+            "inside": tally.inside / labels,
             "disagreement": tally.disagree / max(1, tally.boundaries),
             "entropy_kept": record.entropy_kept,
-            **{"documents": tally.documents, "left_out": tally.left_out},
+            "documents": tally.documents,
+            "left_out": tally.left_out,
             "events": [printable(each) for each in record.events],
         }
 
