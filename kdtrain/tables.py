@@ -46,6 +46,11 @@ class Table:
         cells = [[each if isinstance(each, str) else _text(each, True) for each in row] for row in rows]
         return cls(header, cells, left)
 
+    def transposed(self) -> "Table":
+        """Return the table with its rows as columns."""
+        header, *rows = zip(self.header, *self.rows, strict=True)
+        return Table(header, rows, header[:1], {(at - 1, row + 1) for row, at in self.bold})
+
     def drawn(self, width: int) -> Iterator[RichTable]:
         """Yield the table for a terminal; as several with the same first columns where it is wider than `width`.
 

@@ -320,6 +320,12 @@ class Measure:
     best: Callable[[Iterable[float]], float] | None = None
     """`min` or `max`: differences are held against the spread of seeds, and the best is marked."""
 
+    @property
+    def head(self) -> str:
+        """The name at the head of a paper's column: with its split but for test, its unit and the better way."""
+        arrow = {min: " ↓", max: " ↑"}.get(self.best, "")  # type: ignore[arg-type]
+        return self.label.removeprefix("test: ").replace(":", "") + arrow
+
     def shown(self, value: float, digits: int = 4) -> str:
         """Return a value without its unit; `digits` are a loss's after the point, a percentage has two fewer."""
         if self.text is not None:

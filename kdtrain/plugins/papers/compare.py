@@ -45,7 +45,7 @@ def main(config: CompareConfig) -> int:
     else:
         table = paper_table(groups, config.columns, config.digits)
         below = paper_notes(groups, bool(table.bold))
-        table = table if config.transpose else _transposed(table)
+        table = table if config.transpose else table.transposed()
         tex = config.format == "latex"
         print("\n".join(latex(table, below, config.caption, config.label) if tex else [*table.markdown(), "", *below]))
     return 0
@@ -60,14 +60,8 @@ def compare(
 ) -> None:
     """Print the comparison of the numbers `names`. config: of the command that prints it."""
     table = full_table(groups, names, digits)
-    table = _transposed(table) if transpose else table
+    table = table.transposed() if transpose else table
     config.show([table, "", *outcome(groups), *notes(groups)], as_record(groups, names))
-
-
-def _transposed(table: Table) -> Table:
-    """Return a table with its rows as columns."""
-    header, *rows = zip(table.header, *table.rows, strict=True)
-    return Table(header, rows, header[:1], {(at - 1, row + 1) for row, at in table.bold})
 
 
 def _numbers_of(group: Group, groups: list[Group], name: str) -> dict[str, Any]:
@@ -132,9 +126,7 @@ def paper_table(groups: list[Group], names: Collection[str], digits: int) -> Tab
         own = re.sub("(test_)?(best_)?", r"\1teacher_", name, count=1)
         teachers = (run.numbers.get(own) for each in groups for run in each.runs)
         texts = {MEASURES[name].shown(value, digits) for value in teachers if value is not None}
-        arrow = {min: " ↓", max: " ↑"}.get(MEASURES[name].best, "")  # type: ignore[arg-type]
-        head = MEASURES[name].label.removeprefix("test: ").replace(":", "") + arrow
-        lines.append([head, *cells, texts.pop() if len(texts) == 1 else ""])
+        lines.append([MEASURES[name].head, *cells, texts.pop() if len(texts) == 1 else ""])
     best = {(row, groups.index(each) + 1) for row, name in enumerate(names) if (each := best_of(groups, name))}
     header, *rows = lines if any(line[-1] for line in lines[1:]) else [line[:-1] for line in lines]
     return Table(header, rows, left=("",), bold=best)
