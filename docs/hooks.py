@@ -149,7 +149,7 @@ def library() -> str:
     parts = ["# Library", "The names of `import kdtrain as kd`."]
     for name in sorted(kdtrain.__all__):
         short = name.endswith("Config")
-        home = "kdtrain" if name in kdtrain._MODULE_OF else getattr(kdtrain, name).__module__  # of a plugin
+        home = "kdtrain" if name in kdtrain._modules() else getattr(kdtrain, name).__module__  # of a plugin
         parts.append(f"::: {home}.{name}" + ("\n    options: {members: false}" if short else ""))
         parts += ["Its fields are the [options](options.md) of the command."] * short
     return "\n\n".join(parts) + "\n"

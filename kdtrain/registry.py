@@ -212,12 +212,7 @@ class Registry:
 
 def own_names() -> list[str]:
     """Return the names that plugins of kdtrain offer as `kdtrain.NAME`."""
-    names = []
-    for each in _offers():
-        with suppress(ModuleNotFoundError):  # its folder is missing
-            if _is_own(each) and importlib.util.find_spec(each.module) is not None:
-                names.append(each.name)
-    return names
+    return [each.name for each in _offers() if _is_own(each) and not _is_gone(each)]
 
 
 def offered(name: str) -> Any:
@@ -247,10 +242,8 @@ def _installed(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]]]:
     """Return kdtrain's entry points of all packages on `path`, by group and name; no plugin whose folder is missing."""
     found: dict[str, dict[str, list[EntryPoint]]] = {}
     for each in _entry_points():
-        if each.group.startswith("kdtrain."):
-            with suppress(ModuleNotFoundError):  # its parent is missing
-                if not _is_own(each) or importlib.util.find_spec(each.module) is not None:
-                    found.setdefault(each.group, {}).setdefault(each.name, []).append(each)
+        if each.group.startswith("kdtrain.") and not _is_gone(each):
+            found.setdefault(each.group, {}).setdefault(each.name, []).append(each)
     for names in found.values():
         for name, points in names.items():
             if len(points) > 1 and (own := [each for each in points if _is_own(each)]):
@@ -290,6 +283,15 @@ def _leave_out(packages: list[str], why: str) -> None:
 def _is_own(found: EntryPoint) -> bool:
     """Return True for an entry point of a plugin that comes with kdtrain."""
     return _package(found) == "kdtrain"
+
+
+def _is_gone(found: EntryPoint) -> bool:
+    """Return True for an entry point of a plugin that came with kdtrain, and whose folder was deleted."""
+    folder = ".".join(found.module.split(".")[:3])  # no deeper, where a look would import the plugin
+    try:
+        return _is_own(found) and importlib.util.find_spec(folder) is None
+    except ModuleNotFoundError:  # all plugins are gone
+        return True
 
 
 def _package(found: EntryPoint) -> str:

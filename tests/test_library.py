@@ -55,7 +55,7 @@ def arguments():
 
 
 def test_every_name_is_there_and_documented():
-    assert sorted(kd.__all__) == sorted([*kd._MODULE_OF, "rollouts", "runs"])
+    assert sorted(kd.__all__) == sorted([*kd._modules(), "rollouts", "runs"])
     assert {*kd.__all__} <= {*dir(kd)}
     for name in kd.__all__:
         found = getattr(kd, name)
@@ -70,7 +70,7 @@ def test_every_name_is_there_and_documented():
 def test_the_example_in_a_docstring_is_true(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
-    module = importlib.import_module(kd._MODULE_OF[name])
+    module = importlib.import_module(kd._modules()[name])
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(kd, name), name, globs=dict(vars(module)))
     assert example.examples
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0

@@ -75,8 +75,7 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
         raise UsageError(f"--base has no effect: {config.run} trained all weights; leave it out")
     if student.frozen:
         base = base_spec(state, named)
-        read = paths_of(config.base or state["options"]["run"]["student"])
-        refuse_displacing(out, {f"its base {word}".strip(): path for word, path in read.items()})
+        refuse_displacing(out, paths_of("its base", config.base or state["options"]["run"]["student"]))
         refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
         if config.adapter:
             if base.source is None or base.init != "pretrained":

@@ -55,8 +55,11 @@ TEMPERATURES = Registry(
         "minimize": "learned: the T that minimises the loss; runs to a bound",
     },
     {
-        **{"schedule": {SCHEDULED}, "cosine": {SCHEDULED}},
-        **{"likelihood": {LEARNS}, "adversarial": {LEARNS, MAXIMIZES}, "minimize": {LEARNS}},
+        "schedule": {SCHEDULED},
+        "cosine": {SCHEDULED},
+        "likelihood": {LEARNS},
+        "adversarial": {LEARNS, MAXIMIZES},
+        "minimize": {LEARNS},
     },
 )
 OPTIMIZERS = Registry(

@@ -122,7 +122,7 @@ class CacheTeacherConfig(Extended):
     @property
     def writer(self) -> Any:
         """The section of a plugin whose model writes the text instead of the teacher; None: the teacher writes it."""
-        return next((each for each in self.plugins.values() if getattr(each, "writes", False)), None)
+        return next(self.having("writes"), None)
 
 
 def conflicts_with_own(out: Path, caches: Sequence[str]) -> Conflicts:
@@ -231,7 +231,7 @@ class DistillConfig(Extended):
         hidden = self.objective.hidden_loss
         many = len(self.cache)
         given = self.cache_weights
-        own_text = any(getattr(each, "own_text", False) for each in self.plugins.values())
+        own_text = next(self.having("own_text"), None)
         if (self.source == "cache" or self.cache) and not own_text:
             yield from _conflicts_of_sources(self.cache, self.teacher, self.data, "train")
         one_text = self.source == "cache" and (many == 1 or self.teacher is not None)
@@ -276,7 +276,7 @@ class DistillConfig(Extended):
     @property
     def plans(self) -> Iterator[str]:
         """The plans of the data that the options ask for, by their names in `kdtrain.plans`, each over the next one."""
-        yield from filter(None, (getattr(each, "data_plan", None) for each in self.plugins.values()))
+        yield from (each.data_plan for each in self.having("data_plan"))
         if self.cross_tokenizer:
             yield "aligned"
         yield "cached" if self.data.data is None else "text"

@@ -312,7 +312,11 @@ class Extended(Printed):
     @property
     def remote(self) -> Any:
         """The section of a plugin whose teacher runs elsewhere; None: no such teacher is given."""
-        return next((each for each in self.plugins.values() if getattr(each, "teacher_kind", None)), None)
+        return next(self.having("teacher_kind"), None)
+
+    def having(self, attribute: str) -> Iterator[Any]:
+        """Yield the sections of plugins in which an attribute is there and true."""
+        return (each for each in self.plugins.values() if getattr(each, attribute, None))
 
 
 def refuse_value(option: dataclasses.Field[Any], value: Any) -> None:

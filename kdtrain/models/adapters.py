@@ -15,7 +15,6 @@ other methods of `peft` train through `kd.Student` only.
 
 import contextlib
 import copy
-import hashlib
 import json
 import re
 import warnings
@@ -35,7 +34,7 @@ from kdtrain.errors import UsageError, first_sentence, printable
 from kdtrain.files import open_regular, read_json, refuse_leading_out
 from kdtrain.imports import optional
 from kdtrain.models.head import SplitModel, layers_of
-from kdtrain.models.loading import adapted, refuse_overflow
+from kdtrain.models.loading import adapted, refuse_overflow, state_digest
 from kdtrain.models.spec import ADAPTER_CONFIG
 from kdtrain.ranks import local
 
@@ -208,14 +207,9 @@ def frozen_names(model: nn.Module) -> frozenset[str]:
 
 
 def frozen_digest(model: nn.Module, frozen: Iterable[str]) -> str:
-    """Return the SHA-256 of these entries of the state dict: names as without adapters, dtypes, shapes and bytes."""
-    digest = hashlib.sha256()
+    """Return the `state_digest` of these entries of the state dict, by their names without adapters."""
     entries = model.state_dict()
-    for name in sorted(frozen):
-        tensor = entries[name]
-        digest.update(f"{name.replace('.base_layer.', '.')} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return state_digest({name.replace(".base_layer.", "."): entries[name] for name in frozen})
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:

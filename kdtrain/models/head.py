@@ -149,7 +149,7 @@ def split(model: PreTrainedModel, probe_tokens_BT: Tensor | None = None, *, keep
     tokens_BT = default_probe(model) if probe_tokens_BT is None else probe_tokens_BT
     state_ties(model)
     pieces = SplitModel(model)
-    with _evaluation(model), torch.no_grad(), torch.autocast(tokens_BT.device.type, enabled=False):
+    with evaluating(model), torch.no_grad(), torch.autocast(tokens_BT.device.type, enabled=False):
         try:
             probe = _Probe(pieces, tokens_BT)
         except torch.OutOfMemoryError:
@@ -190,7 +190,7 @@ def layer_widths(pieces: SplitModel) -> list[int]:
 
     Raises `UsageError` for a model that does not return them.
     """
-    with _evaluation(pieces.model), torch.no_grad(), torch.autocast(pieces.model.device.type, enabled=False):
+    with evaluating(pieces.model), torch.no_grad(), torch.autocast(pieces.model.device.type, enabled=False):
         output = pieces._output(default_probe(pieces.model), None, output_hidden_states=True)
     states = getattr(output, "hidden_states", None)
     if not states or any(each is None or each.ndim != 3 for each in states):
@@ -336,7 +336,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Keep a model in evaluation mode in the block; then each of its modules has its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

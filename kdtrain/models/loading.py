@@ -20,7 +20,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -151,8 +151,7 @@ def without_numbers(name: str, config: PreTrainedConfig, *, trust_remote_code: b
 def config_of(name: str, model_type: object, table: dict[str, Any]) -> PreTrainedConfig:
     """Make a configuration from the table of a spec or a checkpoint. Raises `UsageError` that begins with `name`."""
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = difflib.get_close_matches(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = _meant(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise UsageError(f"{name}: model_type '{model_type}' is not a causal LM of transformers{hint}")
     refuse_code(name, {**table, "model_type": model_type})
     refuse_impossible(name, table)
@@ -171,9 +170,7 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
         default = ask(spec.name, CONFIG_MAPPING[model_type])
         for key in table:
             if not hasattr(default, key) and key not in _OLD_KEYS and not _reads(default, key):
-                near = difflib.get_close_matches(key, list(vars(default)), n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{hint}")
+                raise UsageError(f"{spec.name}: [config] {key} is unknown to {model_type}{_meant(key, vars(default))}")
     if vocab_size is not None:
         table.setdefault("vocab_size", vocab_size)
     if "vocab_size" not in table:
@@ -189,6 +186,12 @@ def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     # in place of defaults that may be outside of the vocabulary
     ids = {key: None if id is None or id >= table["vocab_size"] else id for key, id in ids.items()}
     return config_of(spec.name, model_type, ids | table)
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """Return a hint at the name that is spelt most like `word`; empty where none is."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _reads(config: PreTrainedConfig, key: str) -> bool:
@@ -340,9 +343,14 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def model_digest(model: nn.Module, *dtypes: torch.dtype) -> str:
-    """Return the SHA-256 of the state dict: names in order, dtypes, shapes and bytes, cast to each of `dtypes`."""
+    """Return the SHA-256 of the state dict (`state_digest`), cast to each of `dtypes`."""
+    return state_digest(model.state_dict(), *dtypes)
+
+
+def state_digest(state: Mapping[str, Any], *dtypes: torch.dtype) -> str:
+    """Return the SHA-256 of tensors: names in order, dtypes, shapes and bytes, floats cast to each of `dtypes`."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         for dtype in dtypes if tensor.is_floating_point() else ():
             tensor = tensor.to(dtype)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

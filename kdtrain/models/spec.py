@@ -24,9 +24,14 @@ from kdtrain.errors import UsageError, refuse_no_path
 from kdtrain.files import canonical_json, read_sealed, read_toml
 from kdtrain.registry import nearest
 
-DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
-INITS = ("pretrained", "scratch", "teacher-layers")
+_WORDS: dict[str, tuple[str, ...]] = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "attention": ATTENTIONS,
+    "init": ("pretrained", "scratch", "teacher-layers"),
+    "weights": get_args(Weights),
+}
+"""The words that some keys of a spec take."""
 LOCAL = "local"
 """The kind of a teacher whose model is loaded here."""
 
@@ -89,11 +94,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         """Refuse values that cannot work, by a `ValueError` of one line that names the key."""
         _refuse_wrong_types(self)
-        for key, allowed in (("dtype", DTYPES), ("attention", ATTENTIONS), ("init", INITS)):
-            if (value := getattr(self, key)) not in allowed:
+        for key, allowed in _WORDS.items():
+            if (value := getattr(self, key)) is not None and value not in allowed:
                 raise ValueError(f"{key} = '{value}' is unknown; use {', '.join(allowed)}")
-        if self.weights not in (None, *get_args(Weights)):
-            raise ValueError(f"weights = '{self.weights}' is unknown; use {', '.join(get_args(Weights))}")
         if self.weights is not None and not self.is_local:
             raise ValueError(f"weights are those of a model that is loaded here; take it out of a kind = '{self.kind}'")
         if self.init == "teacher-layers":
@@ -125,8 +128,8 @@ class ModelSpec:
 
     def as_recorded(self, record: Mapping[str, Any]) -> "ModelSpec":
         """Return the spec with the dtype, attention and weights of a cache's record of its teacher, where known."""
-        allowed = {"dtype": DTYPES, "attention": ATTENTIONS, "weights": get_args(Weights)}
-        return replace(self, **{key: record[key] for key, known in allowed.items() if record.get(key) in known})
+        known = ("dtype", "attention", "weights")
+        return replace(self, **{key: record[key] for key in known if record.get(key) in _WORDS[key]})
 
 
 def shipped(kind: Literal["teachers", "students"]) -> dict[str, Path]:
@@ -208,17 +211,17 @@ def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel
     return spec
 
 
-def paths_of(spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
-    """Return the files and folders that a spec names, by the word for each; its own path only if it does not ship.
+def paths_of(what: str, spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
+    """Return the files and folders that a spec names, by `what` and the word for each.
 
-    A hub id may be among them. Raises `UsageError` as `read_spec`.
+    Its own path is among them if it does not ship, and a hub id may be. Raises `UsageError` as `read_spec`.
     """
     found = read_spec(spec, kind)
     own = None if spec in shipped(kind) else spec
-    named = {"": own, "source": found.source, "tokenizer": found.tokenizer}
+    named = {what: own, f"{what} source": found.source, f"{what} tokenizer": found.tokenizer}
     paths = {word: path for word, path in named.items() if path is not None}
     if found.teacher is not None:
-        paths |= {f"teacher {word}".strip(): path for word, path in paths_of(found.teacher, "teachers").items()}
+        paths |= paths_of(f"{what} teacher", found.teacher, "teachers")
     return paths
 
 

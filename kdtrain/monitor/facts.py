@@ -70,12 +70,10 @@ def state_of(path: Path, record: RunRecord) -> tuple[str, str]:
     """Return a run's state in a word (one of `ACTIVE`, failed, stopped, killed, or one of `ENDED`) and as a line."""
     training = is_locked(path / LOCK)  # None where the system does not say
     result = record.result or {}
-    done = int(record.metrics[-1]["step"]) if record.metrics else 0
+    done = record.last_step
     steps = record.environment.get("steps") or as_table(record.options.get("optimizer")).get("steps")
     if training or (training is None and not result):
-        last = record.steps[-1] if record.steps else {}
-        parts = [f"training: step {done:,} of {number(steps)}"]
-        parts += pace(last).values()
+        parts = [f"training: step {done:,} of {number(steps)}", *pace(record.newest).values()]
         return ("training" if training else "unknown"), ", ".join(parts)
     if result:
         return ended(result)
@@ -113,11 +111,11 @@ def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
         "state": state_of(path, record)[0],
         "student": as_table(record.environment.get("student")).get("name"),
         "cache": as_table(record.options.get("run")).get("cache"),
-        "step": result.get("step", int(record.metrics[-1]["step"]) if record.metrics else 0),
+        "step": result.get("step", record.last_step),
         "steps": record.environment.get("steps") or result.get("steps"),
         "best_validation_loss": result.get("best_validation_loss", min(losses, default=None)),
         "last_validation_loss": losses[-1] if losses else None,
-        "seconds_left": 3600 * (record.steps[-1] if record.steps else {}).get("eta_h", math.nan),
+        "seconds_left": 3600 * record.newest.get("eta_h", math.nan),
         "teacher_validation_loss": result.get("teacher_validation_loss"),
         "test": record.test,
         "seconds": result.get("seconds"),
@@ -128,21 +126,19 @@ def run_row(path: Path, record: RunRecord) -> dict[str, Any]:
 def watch_line(record: RunRecord, line: str) -> str:
     """Describe a running run: the `line` of its state, the training loss and the last validation."""
     parts = [line]
-    last = record.steps[-1] if record.steps else {}
-    parts += [f"loss {number(last['loss_avg'])}"] if "loss_avg" in last else []
-    for found in record.validations[-1:]:
+    if (loss := record.newest.get("loss_avg")) is not None:
+        parts.append(f"loss {number(loss)}")
+    if found := record.validated:
         parts.append(f"val @{number(found['step'])} {number(found['validation/loss'])}")
     return " | ".join(parts)
 
 
 def losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
     """Yield the validation losses beside the losses of the teacher and of plain cross-entropy."""
-    found = [(int(each["step"]), each["validation/loss"]) for each in record.validations]
-    if not found and "first_validation_loss" not in result:
+    if not record.validations and "first_validation_loss" not in result:
         return
-    finite = [(step, loss) for step, loss in found if math.isfinite(loss)]
+    finite = record.curve("validation/loss")
     best_step, best = min(finite, key=lambda each: each[1], default=(None, None))
-    teacher = record.validations[-1].get("validation/teacher_loss") if found else None
     row = {
         "validation loss": "nats per token",
         "start": loss_text(result.get("first_validation_loss", finite[0][1] if finite else None)),
@@ -150,7 +146,8 @@ def losses(result: Mapping[str, Any], record: RunRecord) -> Iterator[Part]:
         "last": _at(finite[-1][1], finite[-1][0]) if finite else number(result.get("last_validation_loss")),
     }
     known = result.get("teacher_validation_loss")
-    others = {"teacher": teacher if known is None else known, "merged": result.get("merged_validation_loss")}
+    teacher = record.validated.get("validation/teacher_loss") if known is None else known
+    others = {"teacher": teacher, "merged": result.get("merged_validation_loss")}
     for name, value in {**others, "cross-entropy": result.get("cross_entropy_validation_loss")}.items():
         if isinstance(value, int | float) and math.isfinite(value):
             row[name] = loss_text(value)
@@ -166,7 +163,7 @@ def _at(loss: Any, step: Any) -> str:
 
 def last_numbers(result: Mapping[str, Any], record: RunRecord) -> str:
     """Return the other numbers of the last validation, by its step, T, and the peak of memory; empty without any."""
-    last = record.validations[-1] if record.validations else {}
+    last = record.validated
     numbers = {name: last.get(f"validation/{name}", math.nan) for name in ("kl", "bits_per_byte", "accuracy", "ece")}
     known = {name: value for name, value in numbers.items() if math.isfinite(value)}
     parts = []
@@ -209,7 +206,7 @@ def _alphas(record: RunRecord) -> Iterator[str]:
 def members(record: RunRecord) -> Iterator[Part]:
     """Yield the caches that a run mixes: what it draws of each, and the last validation by each."""
     caches = record.environment.get("caches")
-    last = record.validations[-1] if record.validations else {}
+    last = record.validated
     rows = []
     for each in map(as_table, caches[:_MOST_CACHES] if isinstance(caches, list) else ()):
         about = (str(each.get(key) or "-")[:60] for key in ("sequences", "teacher"))

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from kdtrain.errors import UsageError, as_path, printable, writing
 from kdtrain.files import SMALL, open_regular, parse_json, read_json, read_toml, typed
@@ -27,9 +29,11 @@ _FARTHEST = 1e30
 """No place on an axis is as far; what lies beyond was not written by a run."""
 EVALUATIONS = "evaluations.jsonl"
 SWEEP = "sweep.json"
-_MOST_BINS = 100
 _LARGEST = 2**53
 """The largest step; beyond it floats do not count."""
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Bins = Annotated[list[tuple[Annotated[float, Meta(ge=0, le=_LARGEST)], _Share, _Share]], Meta(max_length=100)]
+"""A reliability diagram as it is logged."""
 
 Line = dict[str, float]
 """The numbers of one line of metrics.jsonl by name, `step` among them; NaN where a number was non-finite."""
@@ -79,12 +83,14 @@ class RunRecord:
         if not (folder := as_path(folder, "folder")).is_dir():
             raise UsageError(f"{folder} is not a run")
         metrics = []
-        diagram = list[dict[str, float]]()
+        bins = list[tuple[float, float, float]]()
         for _, record in lines(folder / "metrics.jsonl", last):
             if record is not None and 0 <= record["step"] <= _LARGEST:
                 found = {name: math.nan if value is None else value for name, value in record.items()}
                 metrics.append({name: value for name, value in found.items() if _is_number(value)})
-                diagram = _bins(record.get("validation/calibration")) or diagram
+                if (diagram := record.get("validation/calibration")) is not None:
+                    with suppress(ValueError):
+                        bins = typed(diagram, _Bins) or bins
         return cls(
             _table(folder / "config.toml"),
             _table(folder / "environment.json"),
@@ -92,7 +98,7 @@ class RunRecord:
             list(events(folder, last)),
             _table(folder / "result.json") or None,
             [record for _, record in lines(folder / EVALUATIONS, last) if record is not None],
-            diagram,
+            [dict(zip(("tokens", "confidence", "accuracy"), each, strict=True)) for each in bins],
         )
 
     @property
@@ -113,6 +119,21 @@ class RunRecord:
     def validations(self) -> list[Line]:
         """The lines of validations."""
         return [line for line in self.metrics if "validation/loss" in line]
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last line; 0 without one."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def newest(self) -> Line:
+        """The last line of a step; empty without one."""
+        return next(reversed(self.steps), {})
+
+    @property
+    def validated(self) -> Line:
+        """The last line of a validation; empty without one."""
+        return next(reversed(self.validations), {})
 
     @property
     def test(self) -> dict[str, Any]:
@@ -244,16 +265,3 @@ def _table(path: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _bins(value: Any) -> list[dict[str, float]]:
-    """Return a reliability diagram, logged as lists of three numbers; empty if the value is not one."""
-    if not isinstance(value, list) or len(value) > _MOST_BINS:
-        return []
-    found = []
-    for each in value:
-        usable = isinstance(each, list) and len(each) == 3 and all(type(x) in (int, float) for x in each)
-        if not usable or not (0 <= each[0] <= _LARGEST and 0 <= each[1] <= 1 and 0 <= each[2] <= 1):
-            return []
-        found.append(dict(zip(("tokens", "confidence", "accuracy"), map(float, each), strict=True)))
-    return found

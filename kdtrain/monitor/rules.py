@@ -91,7 +91,7 @@ class Signs(Logged):
     losses: Sequence[float] = ()
     """Those of the last steps that are `comparable`, nats per token: the objective changes with alpha and T."""
     validations: Sequence[tuple[int, float]] = ()
-    """Step and loss, nats per token."""
+    """Step and loss, nats per token, where it was finite."""
     teacher_loss: float | None = None
     """The teacher's validation loss, nats per token."""
 
@@ -100,8 +100,8 @@ class Signs(Logged):
         """Read the signs of the run in `folder`; `now` in seconds since 1970."""
         steps = record.steps[-WINDOW * 4 :]
         validations = record.validations
-        last = int(record.metrics[-1]["step"]) if record.metrics else 0
-        newest = steps[-1] if steps else {}
+        last = record.last_step
+        newest = record.newest
         timed = [(time, each) for each in steps[-WINDOW:] if (time := _seconds(each)) is not None]
         total = math.fsum(time for time, _ in timed)
         validated = {int(each["step"]) for each in validations}
@@ -130,7 +130,7 @@ class Signs(Logged):
             clipped_losses=comparable(steps[-CLIPPED:]) if warm else [],
             held_mib=held or 0.0,
             grown_mib=as_finite(newest.get("memory_growth_mb")) or 0.0,
-            losses=[loss for loss in comparable(steps) if math.isfinite(loss)],
+            losses=comparable(steps),
             validations=[(step, loss) for step, loss in losses if loss is not None],
             teacher_loss=next(filter(None, taught), None),
             numbers={name: each for name, value in newest.items() if (each := as_finite(value)) is not None},
@@ -207,11 +207,10 @@ def disk_low(signs: Signs) -> str | None:
 @Rule("lower --lr, cache more text, or end at a plateau: --early-stopping")
 def plateau(signs: Signs) -> str | None:
     """Warn if the validation loss no longer falls while it is above the teacher's."""
-    finite = [each for each in signs.validations if math.isfinite(each[1])]
-    if len(finite) <= _PATIENCE:
+    if len(signs.validations) <= _PATIENCE:
         return None
-    step, best = min(finite, key=lambda each: each[1])
-    behind = sum(each > step for each, _ in finite)
+    step, best = min(signs.validations, key=lambda each: each[1])
+    behind = sum(each > step for each, _ in signs.validations)
     if behind < _PATIENCE or (signs.teacher_loss is not None and best <= signs.teacher_loss):
         return None
     teacher = "" if signs.teacher_loss is None else f" (teacher {signs.teacher_loss:.3f})"
@@ -221,15 +220,14 @@ def plateau(signs: Signs) -> str | None:
 @Rule("raise --lr, or give it fewer --warmup-steps")
 def flat(signs: Signs) -> str | None:
     """Warn if the validation loss stays where it began, far above the teacher's."""
-    finite = [each for each in signs.validations if math.isfinite(each[1])]
-    if len(finite) <= _PATIENCE or signs.teacher_loss is None:
+    if len(signs.validations) <= _PATIENCE or signs.teacher_loss is None:
         return None
-    first = finite[0][1]
-    best = min(loss for _, loss in finite)
+    (_, first), *_, (last, _) = signs.validations
+    best = min(loss for _, loss in signs.validations)
     teacher = signs.teacher_loss
     if not 0 < first - best < _MOVED * (first - teacher):  # never below the first: a plateau
         return None
-    return f"validation began at {first:.3f} and is at {best:.3f} after step {finite[-1][0]:,} (teacher {teacher:.3f})"
+    return f"validation began at {first:.3f} and is at {best:.3f} after step {last:,} (teacher {teacher:.3f})"
 
 
 @Rule("lower --lr, or give it more --warmup-steps")

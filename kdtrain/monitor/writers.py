@@ -23,6 +23,7 @@ from kdtrain.files import publish_text
 from kdtrain.monitor.loggers import Logger
 from kdtrain.monitor.record import lines
 from kdtrain.ranks import copies
+from kdtrain.tables import finite
 
 Level = Literal["info", "warning", "error"]
 
@@ -68,8 +69,7 @@ class Writers:
 
         tables: lists of finite numbers, for `metrics.jsonl` alone.
         """
-        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.file.write(json.dumps({"step": step, **finite, **(tables or {})}) + "\n")
+        self.file.write(json.dumps({"step": step, **finite(dict(numbers)), **(tables or {})}) + "\n")
         shown = {
             name if name.startswith("validation/") else f"train/{name.replace('/', '_per_')}": value
             for name, value in numbers.items()

@@ -43,7 +43,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.head import SplitModel, layers_of
+from kdtrain.models.head import SplitModel, evaluating, layers_of
 from kdtrain.models.loading import configuration, whole_model, without_numbers
 from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.divergence import adds_up
@@ -480,18 +480,14 @@ def _probe(model: SplitModel, tokens_BT: Tensor, names: list[str], group: Any = 
     group: of the tensor ranks, over which a gradient in parts is summed; None before the model is cut.
     """
     parameters = dict(model.named_parameters())
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     modules: list[Any] = [*model.modules()]
     switch = next((each.switch for each in modules if hasattr(each, "switch")), Switch())
-    with torch.enable_grad(), switch.at("high"):
+    with evaluating(model), torch.enable_grad(), switch.at("high"):
         hidden_BTD = model(tokens_BT)
         chance = torch.Generator().manual_seed(1)
         towards_BTD = torch.randn(hidden_BTD.shape, generator=chance).to(hidden_BTD)
         wanted = [parameters[each] for each in names]  # none of a teacher
         gradients = torch.autograd.grad((hidden_BTD * towards_BTD).sum(), wanted) if names else ()
-    for module in training:
-        module.training = True
     found = {"the hidden states": hidden_BTD.detach().cpu()}
     for name, gradient in zip(names, gradients, strict=True):
         own = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

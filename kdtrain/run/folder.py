@@ -87,8 +87,8 @@ def holds_run(config: DistillConfig) -> bool:
         needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
         needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
         if config.teacher not in (None, SELF):
-            needed |= {f"--teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
-        needed |= {f"--student {word}".strip(): path for word, path in paths_of(config.student).items()}
+            needed |= paths_of("--teacher", config.teacher, "teachers")
+        needed |= paths_of("--student", config.student)
         refuse_displacing(out, needed)
     else:
         refuse_displacing(out / "student", {})  # which the export replaces, perhaps after days

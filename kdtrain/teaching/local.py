@@ -28,7 +28,7 @@ from kdtrain.errors import UsageError, log
 from kdtrain.models.adapters import adapters_off
 from kdtrain.models.attention import use_cached_attention
 from kdtrain.models.frozen import is_packed, pack, refuse_weights
-from kdtrain.models.head import SplitModel, layer_widths, split
+from kdtrain.models.head import SplitModel, evaluating, layer_widths, split
 from kdtrain.models.hub import opened
 from kdtrain.models.loading import (
     adapted,
@@ -354,11 +354,5 @@ class SelfTeacher(LocalTeacher):
         self, tokens_BT: Tensor, segments_BT: Tensor | None, layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Return what a local teacher returns; the student's mode does not change."""
-        training = [each for each in self.model.modules() if each.training]
-        self.model.eval()
-        try:
-            with adapters_off(self.model):
-                return super().hidden_states(tokens_BT, segments_BT, layers)
-        finally:
-            for each in training:
-                each.training = True
+        with evaluating(self.model), adapters_off(self.model):
+            return super().hidden_states(tokens_BT, segments_BT, layers)

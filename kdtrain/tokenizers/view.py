@@ -5,7 +5,6 @@ Shapes: n rows, T positions, V entries of the teacher's tokenizer, S of the stud
 
 import copy
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,9 @@ import numpy as np
 import torch
 from numpy.lib.recfunctions import rename_fields
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from kdtrain.cache.format.names import CELLS
-from kdtrain.cache.read.reader import LocalCache
+from kdtrain.cache.read.reader import LocalCache, Sequences, items_of
 from kdtrain.data.bytes import TokenBytes
 from kdtrain.data.spelling import DEEP, Spelling
 from kdtrain.errors import RunError, UsageError, printable
@@ -96,11 +94,16 @@ class View:
         labels = max(1, tally.labels)
         return {
             "cache": record.settings["cache"],
-            **{"teacher": teacher, "student": student, "cells": self.cells.count, "split": split},
-            **{"boundaries": tally.boundaries / labels, "inside": tally.inside / labels},
+            "teacher": teacher,
+            "student": student,
+            "cells": self.cells.count,
+            "split": split,
+            "boundaries": tally.boundaries / labels,
+            "inside": tally.inside / labels,
             "disagreement": tally.disagree / max(1, tally.boundaries),
             "entropy_kept": record.entropy_kept,
-            **{"documents": tally.documents, "left_out": tally.left_out},
+            "documents": tally.documents,
+            "left_out": tally.left_out,
             "events": [printable(each) for each in record.events],
         }
 
@@ -108,7 +111,7 @@ class View:
         return ViewReader(self, split)
 
 
-class ViewReader(Dataset[dict[str, Tensor]]):
+class ViewReader(Sequences):
     """One split of a view, a map-style data set: the student's rows with the teacher's numbers.
 
     An item has the tensors of `Batch.fields`, `vocabulary`, the student's entries twice, and `temperature_range`, 1 and
@@ -172,18 +175,9 @@ class ViewReader(Dataset[dict[str, Tensor]]):
     def __repr__(self) -> str:
         return f"ViewReader of {self.view.cache.name}, '{self.split}': {len(self)} rows of {self.view.seq_len} tokens"
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one row as named tensors; -1 is the last."""
-        index = operator.index(index)
-        return self.__getitems__([index + len(self) if index < 0 else index])[0]
-
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return several rows in one read; PyTorch's loaders call this."""
-        fields = self.read(indices).fields()
-        size = len(indices)
-        fields["vocabulary"] = torch.tensor([self.view.record.sizes[1]] * 2).expand(size, -1)
-        fields["temperature_range"] = torch.ones(size, 2, dtype=torch.float64)
-        return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
+        _, entries = self.view.record.sizes
+        return items_of(self.read(indices), (entries, entries), (1.0, 1.0))
 
     def rows(self, indices: Iterable[int]) -> np.ndarray:
         """Return the rows as stored. IndexError: outside of the split. RunError: they hold impossible numbers."""

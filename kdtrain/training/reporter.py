@@ -214,7 +214,8 @@ class Reporter:
 
     def validated(self, step: int, loss: float, teacher_loss: float | None) -> None:
         """Take a validation's loss and the teacher's, nats per token."""
-        self.validations.append((step, loss))
+        if math.isfinite(loss):
+            self.validations.append((step, loss))
         self.teacher_loss = teacher_loss
 
     def finished(self, number: int, numbers: Mapping[str, float], checkpoint: int, epochs: float) -> dict[str, str]:

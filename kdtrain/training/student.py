@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from kdtrain.config.sections import QUANTIZED
 from kdtrain.errors import UsageError, as_number, as_whole
-from kdtrain.models.head import SplitModel, layer_widths, router_weight, split
+from kdtrain.models.head import SplitModel, evaluating, layer_widths, router_weight, split
 from kdtrain.models.output_head import refuse_vocabulary
 from kdtrain.objective.alpha import MeasuredAlpha, too_few
 from kdtrain.objective.batch import SPARSE, Batch, Collator
@@ -372,11 +372,9 @@ class Student(PreTrainedModel):
         alpha = self.loss.alpha
         if not isinstance(alpha, MeasuredAlpha):
             raise UsageError("measure has no effect at a fixed alpha; make the loss with alpha='auto'")
-        training = self.training
-        self.eval()
         given = (each if isinstance(each, Batch) else self._batch({**each}) for each in batches)
-        found = measured(self, given, lambda each: all_reduce_sum(each.to(self.device)).cpu())
-        self.train(training)
+        with evaluating(self):
+            found = measured(self, given, lambda each: all_reduce_sum(each.to(self.device)).cpu())
         assert found is not None
         if (line := too_few(found.tokens)) and not alpha.measured:
             warnings.warn(line, stacklevel=2)
@@ -411,14 +409,11 @@ class Student(PreTrainedModel):
 
         from kdtrain.models.generate import decoding
 
-        training = self.training
-        self.eval()
         try:
             # each length would compile a graph of its own
-            with self.eager(), decoding(self.model, self.vocab_size, inside) as next_logits:
+            with evaluating(self), self.eager(), decoding(self.model, self.vocab_size, inside) as next_logits:
                 yield next_logits
         finally:
-            self.train(training)
             reshard(self.model)
 
     def hidden_eager(self, batch: Batch) -> Tensor:
@@ -432,17 +427,16 @@ class Student(PreTrainedModel):
     @torch.no_grad()
     def label_logprobs(self, tokens_BT1: Tensor) -> Tensor:
         """Return log p [B, T] of the labels at T = 1, fp32, by the forward of training in evaluation mode."""
-        training = self.training
-        self.eval()
         tokens_BT1 = tokens_BT1.to(self.device)
         mask_BT = torch.ones_like(tokens_BT1[:, 1:], dtype=torch.bool)
         batch = Batch(tokens_BT1, mask_BT, torch.zeros_like(tokens_BT1[:, 1:]), None)
+        with evaluating(self):
+            hidden_ND = self.hidden_eager(batch)
         head = self.model.head.gathered()
         found = [
             head.take(z_RV, own.labels[:, None])[:, 0] - head.log_sum_exp(z_RV)
-            for _, z_RV, own in chunks(self.hidden_eager(batch), head, batch.rows(), self.vocab_size)
+            for _, z_RV, own in chunks(hidden_ND, head, batch.rows(), self.vocab_size)
         ]
-        self.train(training)
         return torch.cat(found).float().view(mask_BT.shape)
 
     def _backbone(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor, list[Tensor]]:

@@ -119,10 +119,8 @@ def times_truth(known: dict[str, Path]) -> Iterator[str]:
 
 def modules() -> dict[str, Path]:
     """Return every module of kdtrain by its dotted name."""
-    found = {}
-    for path in sorted((ROOT / "kdtrain").rglob("*.py")):
-        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
-    return found
+    paths = sorted((ROOT / "kdtrain").rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
 def loaded() -> dict[str, set[str]]:
@@ -141,9 +139,10 @@ def loaded() -> dict[str, set[str]]:
 
 def handed_on(module: str, known: dict[str, Path]) -> dict[str, tuple[str, str]]:
     """Return the names that a module imports from others of kdtrain, with the module and the name there."""
+    stub = known[module].with_suffix(".pyi")  # of a package that imports its names on demand
     return {
         alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree_of(known[module]))
+        for node in ast.walk(tree_of(stub if stub.exists() else known[module]))
         if isinstance(node, ast.ImportFrom) and node.module in known
         for alias in node.names
     }

@@ -85,7 +85,7 @@ def test_a_shipped_name_wins_over_a_folder_of_that_name_which_is_found_by_its_pa
     write_model_folder(tmp_path / "stdlib-5m", tiny_model())
     monkeypatch.chdir(tmp_path)
     assert read_spec("stdlib-1m").config and read_spec("./stdlib-1m").source == "stdlib-1m/student"
-    assert "stdlib-1m" not in paths_of("stdlib-1m").values(), "a run may be written there"
+    assert "stdlib-1m" not in paths_of("--student", "stdlib-1m").values(), "a run may be written there"
     layers = "init = 'teacher-layers'\nlayers = [1, 0]\nteacher = "
     sources = []
     for name in ("stdlib-5m", "./stdlib-5m"):

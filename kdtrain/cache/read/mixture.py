@@ -3,7 +3,6 @@
 The order is that of a run of `kdtrain distill` over the same caches with the same seed (`data.order.MixedOrder`).
 """
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -11,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
+from kdtrain.cache.read.reader import Sequences
 from kdtrain.data import order
 from kdtrain.errors import UsageError, as_whole
 
@@ -34,7 +34,7 @@ class _Members(Protocol):
     def __getitem__(self, index: int) -> Mapping[str, Tensor]: ...
 
 
-class Mixture(Dataset[dict[str, Tensor]]):
+class Mixture(Sequences):
     """Several splits of caches as one map-style data set, whose length is an epoch.
 
     An epoch has as many sequences as all members hold, and each member gives its share of them, to within one sequence.
@@ -73,11 +73,6 @@ class Mixture(Dataset[dict[str, Tensor]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch, counted from 0. Workers of a loader see it when they start."""
         self.epoch = as_whole(epoch, "epoch")
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the sequence at a place of the epoch, as its member returns it."""
-        index = operator.index(index)
-        return self.__getitems__([index + len(self) if index < 0 else index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return several sequences, in one read of each member; PyTorch's loaders call this."""

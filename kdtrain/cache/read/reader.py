@@ -84,7 +84,35 @@ class AlteredError(OSError):
     """A file differs from the one that the manifest states."""
 
 
-class CacheReader(Dataset[dict[str, Tensor]]):
+class Sequences(Dataset[dict[str, Tensor]]):
+    """A map-style data set of sequences that are read several at a time."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sequence as named tensors, see `Batch.fields`; -1 is the last."""
+        index = operator.index(index)
+        return self.__getitems__([index + len(self) if index < 0 else index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return several sequences from one read; PyTorch's loaders call this."""
+        raise NotImplementedError
+
+
+def items_of(
+    batch: Batch, vocabulary: tuple[int, int], temperatures: tuple[float, float] | None
+) -> list[dict[str, Tensor]]:
+    """Return each sequence of a batch as named tensors, with what a `Student` checks its first batch against."""
+    fields = batch.fields()
+    size = len(batch.tokens)
+    fields["vocabulary"] = torch.tensor(vocabulary).expand(size, -1)
+    if temperatures is not None:
+        fields["temperature_range"] = torch.tensor(temperatures, dtype=torch.float64).expand(size, -1)
+    return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
+
+
+class CacheReader(Sequences):
     """One split of a finished cache: a map-style data set whose items are the `fields` of one sequence, without B.
 
     Threads and processes may share it. An item also has what a `Student` checks its first batch against: `vocabulary`
@@ -132,21 +160,11 @@ class CacheReader(Dataset[dict[str, Tensor]]):
         """Return the number of sequences."""
         return self.manifest.splits[self.split]["sequences"]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sequence as named tensors, see `Batch.fields`; -1 is the last."""
-        index = operator.index(index)
-        return self.__getitems__([index + len(self) if index < 0 else index])[0]
-
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return several sequences from one read; PyTorch's loaders call this."""
-        fields = self.read(indices).fields()
         settings = self.manifest.settings
-        size = len(indices)
-        fields["vocabulary"] = torch.tensor([settings.vocab_size, settings.tokenizer_size]).expand(size, -1)
-        if (valid := self.manifest.temperature_range) is not None:
-            span = torch.tensor([valid["min"], valid["max"]], dtype=torch.float64)
-            fields["temperature_range"] = span.expand(size, -1)
-        return [{name: tensor[row] for name, tensor in fields.items()} for row in range(size)]
+        span = self.manifest.temperature_range
+        temperatures = None if span is None else (span["min"], span["max"])
+        return items_of(self.read(indices), (settings.vocab_size, settings.tokenizer_size), temperatures)
 
     @property
     def collator(self) -> Collator:

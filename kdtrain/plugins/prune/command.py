@@ -49,8 +49,8 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     mode = pick_mode(config.precision, device)
     refuse_foreign(config.out)
     needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
-    needed |= {f"the teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
-    needed |= {f"--like {word}".strip(): path for word, path in paths_of(config.like).items()}
+    needed |= paths_of("the teacher", config.teacher, "teachers")
+    needed |= paths_of("--like", config.like)
     OutFolder(config.out).refuse(needed)
     if config.out.exists() and any(config.out.iterdir()) and not config.overwrite:
         raise UsageError(f"--out {config.out} holds an exported model; name another folder, or add --overwrite")

@@ -121,7 +121,7 @@ class RunServerConfig(ServerConfig):
             "--teacher-weights has no effect with --teacher-server: no teacher runs here; leave it out",
         )
         refuse(config.source != "cache", "--teacher-server reads --data itself; leave --source out")
-        own = any(getattr(each, "own_text", False) for each in config.plugins.values())
+        own = next(config.having("own_text"), None) is not None
         for name in ("server_top_k", "server_num_samples"):
             idle = f"{flag(name)} is for the answers about --data; a round keeps --top-k or --num-samples"
             refuse(own and getattr(self, name) != getattr(type(self)(), name), idle)
