@@ -96,7 +96,7 @@ PLANS = Registry(
     "the plan of the data",
     "kdtrain.plans",
     {
-        "cached": "kdtrain.training.sources.cache",
+        "cached": "kdtrain.training.sources.plan",
         "text": "kdtrain.run.build_cache",
         "aligned": "kdtrain.run.tokenizer_view",
     },

@@ -41,8 +41,7 @@ from kdtrain.parallel.agreement import agree
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
-from kdtrain.training.sources.cache import open_sources
-from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest, Rows, register_plan
+from kdtrain.training.sources.plan import CachedData, DataPlan, Ordered, PlanRequest, Rows, register_plan
 from kdtrain.training.sources.source import Source
 
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
@@ -361,8 +360,7 @@ class TextData(DataPlan):
 
         self.options = {"data": on_main(pack)}
         with raise_on_all_ranks():
-            sources = open_sources(self.config, [folder])
-        return sources, sources["validation"]
+            return CachedData(self.config, [folder]).prepare(resumed)
 
     def prompts(
         self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None

@@ -18,8 +18,7 @@ from kdtrain.models.spec import read_spec
 from kdtrain.run.folder import changes
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from kdtrain.tokenizers import alignment as alignments
-from kdtrain.training.sources.cache import CachedData
-from kdtrain.training.sources.plan import PlanRequest
+from kdtrain.training.sources.plan import CachedData, PlanRequest
 from tests.token_kinds import train
 from tests.web import serving
 
