@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.errors import UsageError, log
@@ -189,7 +188,7 @@ def _scored(
     codec = settings.codec
     # rows are numbered as they were when they were captured
     as_captured = codec.num_samples and manifest.origin is None and manifest.parents is None
-    offset = grid_offset(settings.sampling) if as_captured else None
+    offset = settings.grid_offset if as_captured else None
     batch = cache[split].read(indices)
     own, right = (logprobs(each, batch, settings.document_mask) for each in (teacher, reference))
     for b, row in enumerate(indices):

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from kdtrain.cache.format.names import POLICY
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import assign, documents_of, rank
 from kdtrain.data.formats import Document
@@ -78,8 +78,8 @@ class PromptReader:
         found = PackedRow.prompt(prompt, seq_len=self.seq_len, max_new_tokens=len(answer), filler=self.filler)
         found.tokens[1:][found.loss_mask] = answer
         if logprobs is not None:
-            found.kept[POLICY] = np.zeros(self.seq_len, np.float32)
-            found.kept[POLICY][found.loss_mask] = logprobs
+            found.kept[CodecSpec.POLICY] = np.zeros(self.seq_len, np.float32)
+            found.kept[CodecSpec.POLICY][found.loss_mask] = logprobs
         if seen is not None:
             found.kept[SEEN] = np.full(self.seq_len, -1, np.int32)
             found.kept[SEEN][: len(seen)] = seen

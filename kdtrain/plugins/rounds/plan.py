@@ -17,7 +17,6 @@ import numpy as np
 from torch.distributed.tensor import DTensor
 
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import SETTINGS
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.write.answers import ShardRows
@@ -53,7 +52,6 @@ from kdtrain.training.sources.plan import CachedData, DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 ROLLOUTS, SHAPE = "rollouts", "rollouts.json"
-BEGUN = f"round-*/{SETTINGS}"
 _TEXT = "data"
 """The folder in a run of the text that it packed."""
 _SHARDS = 8
@@ -222,7 +220,11 @@ class RoundsData(DataPlan):
         if config.remote is not None:
             self.teacher.check(config.data.seq_len, False)
             known = on_main(
-                lambda: [CacheSettings.stored(each.parent)["teacher"] for each in sorted(folder.glob(BEGUN))]
+                lambda: [
+                    CacheSettings.stored(each)["teacher"]
+                    for each in sorted(folder.glob("round-*"))
+                    if CacheSettings.begun(each)
+                ]
             )
             self.teacher.begin(known[0] if known else None, False)
         rows_ = dict[str, list[PackedRow]]()

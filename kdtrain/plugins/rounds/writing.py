@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import POLICY
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
@@ -144,7 +144,7 @@ class RolloutAnswers(ShardAnswers):
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
         found = rows
-        drawn_BT = rows.kept.get(POLICY)
+        drawn_BT = rows.kept.get(CodecSpec.POLICY)
         if self._how is not None:
             assert self._student is not None
             with self._timed("writing"):
@@ -152,7 +152,7 @@ class RolloutAnswers(ShardAnswers):
         with self._timed("scoring"):
             kept = self._kept(found)
         if drawn_BT is not None:
-            difference_BT = np.abs(kept[POLICY] - drawn_BT)[found.loss_mask]
+            difference_BT = np.abs(kept[CodecSpec.POLICY] - drawn_BT)[found.loss_mask]
             self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
         return found, lambda: kept
 
@@ -170,7 +170,7 @@ class RolloutAnswers(ShardAnswers):
             if back_BT is not None:  # at t what the teacher knew of the same token
                 each_B1 = np.arange(len(part))[:, None]
                 arrays = {name: each if name == "broken" else each[each_B1, back_BT] for name, each in arrays.items()}
-            policy_BT = part.kept.get(POLICY)
+            policy_BT = part.kept.get(CodecSpec.POLICY)
             if self._student is not None:
                 policy_BT = self._student.label_logprobs(torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
             if policy_BT is None:
@@ -179,7 +179,9 @@ class RolloutAnswers(ShardAnswers):
             policy_BT = np.where(part.loss_mask, policy_BT, np.float32(0.0))
             sound_B = np.isfinite(policy_BT).all(1)
             arrays["broken"] = arrays.get("broken", np.zeros(len(part), bool)) | ~sound_B
-            parts.append(arrays | {POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)})
+            parts.append(
+                arrays | {CodecSpec.POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)}
+            )
         return {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
 
     @contextmanager

@@ -136,6 +136,8 @@ class CachedData(DataPlan):
     places: folders, addresses, or caches that are open. UsageError: they cannot be read.
     """
 
+    facts: Facts
+
     def __init__(self, config: DistillConfig, places: Sequence[Path | str | LocalCache]) -> None:
         caches: list[LocalCache | None] = [
             each if isinstance(each, LocalCache) else open_cache(each) for each in places
