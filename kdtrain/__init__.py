@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from kdtrain.precision.backends import register_backend as register_backend
     from kdtrain.precision.controller import Policy as Policy
     from kdtrain.precision.controller import PrecisionController as PrecisionController
-    from kdtrain.teaching.online import Teacher as Teacher
+    from kdtrain.teaching.teacher import OnlineTeacher as Teacher  # noqa: F401
     from kdtrain.teaching.teacher import register_teacher as register_teacher
     from kdtrain.tokenizers.alignment import Alignment as Alignment
     from kdtrain.training.optimizers import register_optimizer as register_optimizer
@@ -99,12 +99,13 @@ _HOME = {
     "kdtrain.callback": ("AlphaCallback",),
     "kdtrain.training.optimizers": ("register_optimizer",),
     "kdtrain.training.sources.source": ("Facts", "SourceRequest", "register_source"),
-    "kdtrain.teaching.online": ("Teacher",),
-    "kdtrain.teaching.teacher": ("register_teacher",),
+    "kdtrain.teaching.teacher": ("Teacher", "register_teacher"),
     "kdtrain.training.student": ("Student",),
     "kdtrain.training.validate": ("evaluation_metrics",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_NAMED_THERE = {"Teacher": "OnlineTeacher"}
+"""Names that are others in their modules."""
 
 
 def __getattr__(name: str) -> Any:
@@ -118,7 +119,7 @@ def __getattr__(name: str) -> Any:
         if module is None:  # a plugin's
             value = importlib.import_module("kdtrain.registry").offered(name)
         else:
-            value = getattr(importlib.import_module(module), name)
+            value = getattr(importlib.import_module(module), _NAMED_THERE.get(name, name))
     globals()[name] = value
     return value
 

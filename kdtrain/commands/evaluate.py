@@ -39,7 +39,7 @@ from kdtrain.ranks import pick_device
 from kdtrain.run.build_cache import build_tokens, decided, refuse_no_rows
 from kdtrain.run.saved_student import open_student, run_of, tokenizer_place
 from kdtrain.run.tokenizer_view import differ, entries
-from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import OnlineTeacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import StudentSource

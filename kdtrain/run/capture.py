@@ -50,7 +50,7 @@ from kdtrain.run.build_cache import (
     validation_rows,
 )
 from kdtrain.run.folder import check_out, existing_parent, restarted, trial_folder
-from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
+from kdtrain.teaching.teacher import MEASURED, Teacher
 from kdtrain.tokenizers.view_format import TEXT
 from kdtrain.training.sources.plan import Ordered
 
@@ -90,7 +90,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
         if config.precision == "auto" and (before := earlier.get("precision")) in MODES and before != mode:
             log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
             mode = pick_mode(before, device)
-        teacher = open_teacher(spec, device, mode)
+        teacher = Teacher.open(spec, device, mode)
         if layout is not None:
             teacher.cut(layout, alike=1)
         if remote is not None:

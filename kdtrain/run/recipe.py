@@ -49,7 +49,7 @@ from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 if TYPE_CHECKING:
-    from kdtrain.teaching.online import OnlineTeacher
+    from kdtrain.teaching.teacher import OnlineTeacher
 
 LEARNED_RANGE = (2 / 3, 4.0)
 """Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
@@ -269,7 +269,7 @@ def open_run_teacher(
     """Open the online teacher, without its weights, for the ranks of `layout`; None in a run without one."""
     if config.teacher is None or not config.online:
         return None
-    from kdtrain.teaching.online import OnlineTeacher
+    from kdtrain.teaching.teacher import OnlineTeacher
 
     spec = teacher_spec(config.teacher, student)
     spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)

@@ -50,8 +50,7 @@ from kdtrain.parallel.memory_plan import USABLE
 from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
-from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.teaching.teacher import Writing, register_teacher
+from kdtrain.teaching.teacher import OnlineTeacher, Writing, register_teacher
 from kdtrain.teaching.writing import WrittenAnswers, refuse_other_logits
 
 

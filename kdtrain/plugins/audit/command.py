@@ -37,7 +37,7 @@ from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, judge
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
 from kdtrain.tables import Table, number, short
-from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import OnlineTeacher
 
 DIAGNOSED = 16
 """Rows in which the fault is looked for: those that are furthest off."""

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.tools.facts import CARD
+from huggingface_hub.constants import REPOCARD_NAME as CARD
+
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import options_of
 from kdtrain.errors import RunError, UsageError

@@ -22,8 +22,7 @@ from kdtrain.objective.loss import DistillationLoss
 from kdtrain.plugins.rounds.answers import PromptReader
 from kdtrain.plugins.rounds.writing import SCORED, RolloutAnswers, common_ends, round_settings
 from kdtrain.teaching.local import LocalTeacher
-from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.teaching.teacher import Writing
+from kdtrain.teaching.teacher import OnlineTeacher, Writing
 from kdtrain.training.student import Student
 
 

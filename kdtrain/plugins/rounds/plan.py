@@ -47,7 +47,7 @@ from kdtrain.plugins.rounds.writing import (
 )
 from kdtrain.ranks import on_main, raise_on_all_ranks
 from kdtrain.tables import duration
-from kdtrain.teaching.teacher import Writing, open_teacher
+from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.training.sources.plan import CachedData, DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
@@ -177,7 +177,7 @@ class RoundsData(DataPlan):
         config = self.config
         assert config.teacher is not None, "check has refused it"
         spec = replace(read_spec(config.teacher, "teachers"), kind=config.remote.teacher_kind)
-        teacher = open_teacher(spec, self.request.device, "fp32")
+        teacher = Teacher.open(spec, self.request.device, "fp32")
         config.remote.connect(teacher, self.given)
         return teacher
 

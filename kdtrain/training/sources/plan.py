@@ -28,7 +28,7 @@ from kdtrain.training.sources.source import Facts, Source, SourceRequest
 
 if TYPE_CHECKING:
     from kdtrain.data.packed import PackedRow
-    from kdtrain.teaching.online import OnlineTeacher
+    from kdtrain.teaching.teacher import OnlineTeacher
 
 T = TypeVar("T", bound=Callable[[Any], Any])
 Rows = Mapping[str, "Iterator[PackedRow]"]
