@@ -23,14 +23,14 @@ from typing import Any, TypeVar
 import torch
 from einops import rearrange
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.cache.write.answers import LogitAnswers, ShardAnswers
 from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
-from kdtrain.models.head import SplitModel
+from kdtrain.models.head import SplitModel, split
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer
 from kdtrain.objective.batch import Batch
@@ -178,6 +178,19 @@ class OnlineTeacher(Teacher):
                 f"the teacher {found} gives a top-k only; make a cache with cache-teacher, and give --cache"
             )
         return found
+
+    @staticmethod
+    def of(model: SplitModel | PreTrainedModel, mode: str = "fp32") -> "OnlineTeacher":
+        """Make the teacher of a model that is loaded already, in evaluation mode."""
+        model = model if isinstance(model, SplitModel) else split(model)
+        name = type(model.model).__name__
+        teacher = OnlineTeacher.open(ModelSpec(name=name, source=name), model.model.device, mode)
+        teacher.use(model)
+        return teacher
+
+    def use(self, model: SplitModel) -> None:
+        """Take a model that is loaded, in place of `load`."""
+        raise NotImplementedError
 
     def footprint(self, seq_len: int) -> ModelFootprint | None:
         """Return by default the memory of the logits alone, [B, T, V] in fp32, once while made and once as targets."""

@@ -23,7 +23,7 @@ from kdtrain.plugins.prune.scores import Scores, Subject, mean_loss
 from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device
 from kdtrain.tables import Table, number, short
-from kdtrain.teaching.local import LocalTeacher
+from kdtrain.teaching.teacher import OnlineTeacher
 
 _MOST_REMOVED = 0.5
 """The share of parameters that may go at once; beyond it distillation recovers poorly, and one prunes in steps."""
@@ -77,7 +77,7 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
     if len(digests) > 1 or known.vocab_size < settings.tokenizer_size:
         raise UsageError(f"--cache {cache.name} is of another tokenizer than {spec.name}; give a cache of the same")
-    teacher = LocalTeacher(replace(spec, weights=None), device, mode)
+    teacher: Any = OnlineTeacher.open(replace(spec, weights=None), device, mode)
     teacher.load()
     model = teacher.model.model
     weights = model_digest(model, torch.float32)
@@ -119,11 +119,11 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
     return {"student": str(config.out), **made, "sizes": sizes, "validation_loss": losses, "scores": str(path)}
 
 
-def _running(model: Any, mode: str) -> LocalTeacher:
-    return LocalTeacher.of(model.float() if mode == "fp32" else model, mode)
+def _running(model: Any, mode: str) -> OnlineTeacher:
+    return OnlineTeacher.of(model.float() if mode == "fp32" else model, mode)
 
 
-def _complete(scores: Scores, teacher: LocalTeacher, reader: CacheReader, batch: int, depth: bool) -> None:
+def _complete(scores: Scores, teacher: Any, reader: CacheReader, batch: int, depth: bool) -> None:
     done, total = scores.work(depth, done=True), scores.work(depth)
     if done == total:
         log.info("%s has the scores", scores.path)

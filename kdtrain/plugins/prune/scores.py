@@ -42,7 +42,6 @@ from kdtrain.files import canonical_json, json_digest, open_regular, parse_json,
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.prune.cut import Importance, Roles, Shape
-from kdtrain.teaching.local import LocalTeacher
 
 EVERY = 20.0
 """Seconds between two writes of an unfinished file."""
@@ -105,10 +104,10 @@ class Scores:
         if path.exists():
             self._read()
 
-    def complete(self, teacher: LocalTeacher, reader: CacheReader, batch: int, depth: bool, shown: Any) -> None:
+    def complete(self, teacher: Any, reader: CacheReader, batch: int, depth: bool, shown: Any) -> None:
         """Score the missing sequences, one batch after the other; `depth`: the layers too.
 
-        shown: a progress bar, over `work(depth)`.
+        teacher: of kind local, loaded. shown: a progress bar, over `work(depth)`.
         """
         self._sums = {name: each.to(teacher.device) for name, each in self._sums.items()}
         rows = spread(len(reader), self.subject.sequences)
@@ -151,7 +150,7 @@ class Scores:
         losses = (sums["losses"] / sums["labels"])[:-1] if self.done["depth"] == count else None
         return Importance(heads, neurons, outputs, of("share"), losses)
 
-    def _score_width(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
+    def _score_width(self, teacher: Any, text: dict[str, Tensor]) -> None:
         """Add what a forward shows in front of and behind the modules to the sums."""
         model = teacher.model.model
         roles = self.roles
@@ -187,7 +186,7 @@ class Scores:
                 watch(name, f"output.{name}", squared, output=True)
             teacher.hidden_states(text["tokens"][:, :-1], text.get("segments"))
 
-    def _score_layers(self, teacher: LocalTeacher, text: dict[str, Tensor]) -> None:
+    def _score_layers(self, teacher: Any, text: dict[str, Tensor]) -> None:
         def skip(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
 
@@ -244,7 +243,7 @@ def texts(reader: CacheReader, rows: list[int]) -> dict[str, Tensor]:
     return {**text, "loss_mask": torch.from_numpy(found["loss_mask"].astype(bool))}
 
 
-def cross_entropy(teacher: LocalTeacher, text: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def cross_entropy(teacher: Any, text: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Sum the cross-entropy over the labels that count, and return it with their number."""
     tokens_BT, mask_N = text["tokens"].to(teacher.device), text["loss_mask"].flatten().to(teacher.device)
     with torch.no_grad():
@@ -257,7 +256,7 @@ def cross_entropy(teacher: LocalTeacher, text: Mapping[str, Tensor]) -> tuple[Te
     return found.ce.double(), mask_N.sum()
 
 
-def mean_loss(teacher: LocalTeacher, reader: CacheReader, sequences: int, batch: int) -> float:
+def mean_loss(teacher: Any, reader: CacheReader, sequences: int, batch: int) -> float:
     """Compute the mean cross-entropy on `sequences` of a split, in nats a label."""
     rows = spread(len(reader), sequences)
     loss = 0.0

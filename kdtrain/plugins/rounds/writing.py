@@ -34,7 +34,6 @@ from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import documents_of, has_prompts
-from kdtrain.data.formats import Document
 from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
@@ -241,7 +240,7 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
         encoder = Encoder(tokenizer, opening=True)
         try:
             longer = [{"role": "system", "content": text}, *turns]
-            whole, own = (encoder.prompt(Document("--teacher-system", messages=each)) for each in (longer, turns))
+            whole, own = (encoder.prompt_of("--teacher-system", each) for each in (longer, turns))
         finally:
             encoder.close()
         at = next((place for place, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b), len(own))
