@@ -11,7 +11,7 @@ import torch
 from kdtrain.cache.read.reader import CacheReader, open_cache
 from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest
-from kdtrain.models.export import export_lock, export_model, refuse_foreign
+from kdtrain.models.export import export_lock, export_model
 from kdtrain.models.loading import configuration, model_digest, parameter_count, plain_config
 from kdtrain.models.spec import paths_of, read_spec
 from kdtrain.models.tokenizer import digest_of
@@ -38,22 +38,17 @@ def main(config: PruneConfig) -> int:
     """
     setup_logging()
     OutFolder(config.out).refuse()
-    with export_lock(config.out):
-        result = _prune(config)
+    device = pick_device(config.device)
+    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
+    needed |= {f"the teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
+    needed |= {f"--like {word}".strip(): path for word, path in paths_of(config.like).items()}
+    with export_lock(config.out, needed, overwrite=config.overwrite):
+        result = _prune(config, device, pick_mode(config.precision, device))
     config.show(_page(config, result), result)
     return 0
 
 
-def _prune(config: PruneConfig) -> dict[str, Any]:
-    device = pick_device(config.device)
-    mode = pick_mode(config.precision, device)
-    refuse_foreign(config.out)
-    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
-    needed |= {f"the teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
-    needed |= {f"--like {word}".strip(): path for word, path in paths_of(config.like).items()}
-    OutFolder(config.out).refuse(needed)
-    if config.out.exists() and any(config.out.iterdir()) and not config.overwrite:
-        raise UsageError(f"--out {config.out} holds an exported model; name another folder, or add --overwrite")
+def _prune(config: PruneConfig, device: torch.device, mode: str) -> dict[str, Any]:
     spec, like = read_spec(config.teacher, "teachers"), read_spec(config.like)
     if not spec.is_local or spec.init == "teacher-layers":
         kind = "made of layers of another model" if spec.is_local else f"a teacher of kind {spec.kind}"

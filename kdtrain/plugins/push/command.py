@@ -47,6 +47,8 @@ def main(config: PushConfig) -> int:
 
     setup_logging()
     folder = config.path
+    if not folder.exists() and ":" in folder.parts[0]:
+        raise UsageError(f"{folder} is not a folder; push publishes the folder in which it was built")
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder; name a cache, a run or an export")
     kind = "dataset"

@@ -42,7 +42,6 @@ from kdtrain.models.loading import check_fits, model_digest
 from kdtrain.models.tokenizer import digest_of, end_tokens, named, tokenizer_digest
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
-from kdtrain.precision.modes import autocast
 from kdtrain.teaching.teacher import Writing
 from kdtrain.training.student import Student
 
@@ -81,7 +80,7 @@ def continued(
     lengths_B = rows.loss_mask.argmax(1) + 1
     room_B = rows.loss_mask.sum(1)
     # the outer autocast keeps the weights that the inner ones cast
-    with student.decoding() as next_logits, autocast(student.mode, student.device):
+    with student.decoding() as next_logits, student.autocast():
         for length in np.unique(lengths_B).tolist():
             own = np.flatnonzero(lengths_B == length)
             held = list[Tensor]()
