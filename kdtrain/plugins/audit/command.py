@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import kdtrain as kd
 from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import LocalCache, open_cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.errors import UsageError, log
 from kdtrain.models.spec import read_spec
@@ -59,7 +60,7 @@ def main(config: AuditConfig) -> int:
     UsageError: the cache is damaged, or the teacher cannot score it. RunError: a shard cannot be read.
     """
     setup_logging()
-    found = audit(config, open_cache(config.cache))
+    found = audit(config, kd.Cache(config.cache))
     wrong = finding(found)
     record = {"path": config.cache, "ok": not wrong, "findings": [wrong] if wrong else [], "audit": found}
     config.show(page(found), record, wrapped=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.read.reader import CacheReader, open_cache
+import kdtrain as kd
+from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest
 from kdtrain.models.export import export_lock, export_model
@@ -66,7 +67,7 @@ def _prune(config: PruneConfig, device: torch.device, mode: str) -> dict[str, An
             "recovers poorly; prune and distil in two steps, or add --allow-high-pruning-ratio"
         )
 
-    cache = open_cache(config.cache)
+    cache = kd.Cache(config.cache)
     settings = cache.manifest.settings
     reader = cache["train"]
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from huggingface_hub.constants import REPOCARD_NAME as CARD
 
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
     file_digest,
@@ -22,7 +23,7 @@ from kdtrain.files import (
     typed,
 )
 from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
-from kdtrain.monitor.facts import is_cache, is_run
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.net.hub import Repository
 from kdtrain.outputs import OutFolder
@@ -52,7 +53,7 @@ def main(config: PushConfig) -> int:
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder; name a cache, a run or an export")
     kind = "dataset"
-    if is_cache(folder):
+    if CacheSettings.begun(folder):
         config.refuse_missing()
     else:
         folder = _export_in(folder)
