@@ -16,7 +16,7 @@ from kdtrain.imports import optional
 from kdtrain.models.export import complete_generation, export_lock, export_model, whole_state
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import whole_model
-from kdtrain.models.spec import paths_of, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.facts import read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
@@ -60,7 +60,7 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
     """Read the checkpoint to export: its path, student, state and adapters' base; refuse before any writing."""
     out = config.out
     found = ""
-    named = None if config.base is None else read_spec(config.base)
+    named = None if config.base is None else ModelSpec.read(config.base)
     path, student, state = read_checkpoint(
         lambda: checkpoint_of(config.run, config.checkpoint),
         lambda path: (path, student_at(path, torch.device("cpu"), named), read_saved(path)),
@@ -71,8 +71,8 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
         raise UsageError(f"--base has no effect: {config.run} trained all weights; leave it out")
     if student.frozen:
         base = base_spec(state, named)
-        read = paths_of(config.base or state["options"]["run"]["student"])
-        refuse_displacing(out, {f"its base {word}".strip(): path for word, path in read.items()})
+        read = ModelSpec.paths_of(config.base or state["options"]["run"]["student"], "its base")
+        refuse_displacing(out, read)
         refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
         if config.adapter:
             if base.source is None or base.init != "pretrained":

@@ -29,7 +29,7 @@ from kdtrain.models.hub import (
     revision_of,
     save_tokenizer,
 )
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec
 
 SPECIAL = ("bos", "eos", "pad")
 """Special tokens of generation settings."""
@@ -43,7 +43,7 @@ def load_tokenizer(source: ModelSpec | str | Path) -> PreTrainedTokenizerFast:
     if source.tokenizer is not None:
         return ask_tokenizer(source.tokenizer, trust_remote_code=source.trust_remote_code)
     if source.teacher is not None:
-        return load_tokenizer(read_spec(source.teacher, "teachers"))
+        return load_tokenizer(ModelSpec.read(source.teacher, "teachers"))
     if source.source is None:
         raise UsageError(f"{source.name}: this spec names no tokenizer; add tokenizer = a folder or hub id")
     return ask_tokenizer(source.source, revision=revision_of(source), trust_remote_code=source.trust_remote_code)
@@ -58,7 +58,7 @@ def generation_of(source: ModelSpec | str | Path) -> GenerationConfig | None:
     if not isinstance(source, ModelSpec):
         found = ask_generation(str(source))
     elif source.tokenizer is None and source.teacher is not None:
-        return generation_of(read_spec(source.teacher, "teachers"))
+        return generation_of(ModelSpec.read(source.teacher, "teachers"))
     elif (place := source.tokenizer or source.source) is None:
         return None
     else:

@@ -30,7 +30,7 @@ from kdtrain.errors import UsageError, log
 from kdtrain.files import refuse_no_folder
 from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
-from kdtrain.models.spec import ModelSpec, read_spec, with_weights
+from kdtrain.models.spec import ModelSpec, with_weights
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.parallel.layout import RankLayout
@@ -81,7 +81,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
         seq_len = config.data.seq_len if refined is None else refined.manifest.settings.seq_len
-        spec = read_spec(config.teacher, "teachers")
+        spec = ModelSpec.read(config.teacher, "teachers")
         if (remote := config.remote) is not None:
             spec = replace(spec, kind=remote.teacher_kind, weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)

@@ -26,7 +26,7 @@ from kdtrain.imports import optional
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.hub import ask_config
 from kdtrain.models.loading import is_adapter, is_model_folder, with_weights_of
-from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
+from kdtrain.models.spec import ModelSpec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
 from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import parse, refuse
@@ -393,7 +393,7 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
     UsageError: it cannot be read, or the options do not fit it.
     """
-    student = read_spec(config.student)
+    student = ModelSpec.read(config.student)
     folder = config.checkpoint.load
     model = folder is not None and is_model_folder(folder)
     if folder is not None and (model or is_adapter(folder)) and config.checkpoint.override_opt_param_scheduler:

@@ -17,7 +17,7 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.errors import UsageError, log
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.objective.batch import Batch
@@ -149,7 +149,7 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeach
     """
     device = pick_device(config.device)
     stated = settings.teacher or {}
-    spec = read_spec(config.teacher, "teachers").as_recorded(stated)
+    spec = ModelSpec.read(config.teacher, "teachers").as_recorded(stated)
     mode = stated["precision"] if stated.get("precision") in MODES else "bf16"
     teacher = OnlineTeacher.open(spec, device, mode)
     wrong = "give the teacher of the cache"

@@ -14,7 +14,7 @@ from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest
 from kdtrain.models.export import export_lock, export_model
 from kdtrain.models.loading import configuration, model_digest, parameter_count, plain_config
-from kdtrain.models.spec import paths_of, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import digest_of
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.outputs import OutFolder
@@ -41,8 +41,8 @@ def main(config: PruneConfig) -> int:
     OutFolder(config.out).refuse()
     device = pick_device(config.device)
     needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
-    needed |= {f"the teacher {word}".strip(): path for word, path in paths_of(config.teacher, "teachers").items()}
-    needed |= {f"--like {word}".strip(): path for word, path in paths_of(config.like).items()}
+    needed |= ModelSpec.paths_of(config.teacher, "the teacher", "teachers")
+    needed |= ModelSpec.paths_of(config.like, "--like")
     with export_lock(config.out, needed, overwrite=config.overwrite):
         result = _prune(config, device, pick_mode(config.precision, device))
     config.show(_page(config, result), result)
@@ -50,7 +50,7 @@ def main(config: PruneConfig) -> int:
 
 
 def _prune(config: PruneConfig, device: torch.device, mode: str) -> dict[str, Any]:
-    spec, like = read_spec(config.teacher, "teachers"), read_spec(config.like)
+    spec, like = ModelSpec.read(config.teacher, "teachers"), ModelSpec.read(config.like)
     if not spec.is_local or spec.init == "teacher-layers":
         kind = "made of layers of another model" if spec.is_local else f"a teacher of kind {spec.kind}"
         raise UsageError(f"{spec.name} is {kind}; only a model with weights of its own is pruned")

@@ -16,7 +16,6 @@ from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
     file_digest,
-    files_below,
     read_json,
     read_sealed,
     refuse_links,
@@ -117,7 +116,7 @@ def _plan_student(
     """
     record = typed(read_sealed(folder / ORIGIN), dict[str, Any])
     files = typed(record, _Origin)["files"]
-    below = files_below(folder)
+    below = {each.relative_to(folder).as_posix(): each for each in folder.rglob("*") if each.is_file()}
     for name, digest in files.items():
         if name not in below or (name != CARD and file_digest(below[name]) != digest):  # a card may be edited
             raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")

@@ -27,7 +27,7 @@ from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest, read_sealed, typed
 from kdtrain.models.loading import model_digest
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.rounds.answers import PromptReader, bare
@@ -176,7 +176,7 @@ class RoundsData(DataPlan):
         """Open the teacher that servers run."""
         config = self.config
         assert config.teacher is not None, "check has refused it"
-        spec = replace(read_spec(config.teacher, "teachers"), kind=config.remote.teacher_kind)
+        spec = replace(ModelSpec.read(config.teacher, "teachers"), kind=config.remote.teacher_kind)
         teacher = Teacher.open(spec, self.request.device, "fp32")
         config.remote.connect(teacher, self.given)
         return teacher
