@@ -104,8 +104,7 @@ _HOME = {
     "kdtrain.training.validate": ("evaluation_metrics",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_NAMED_THERE = {"Teacher": "OnlineTeacher"}
-"""Names that are others in their modules."""
+_NAMED_THERE = {"Teacher": "OnlineTeacher"}  # names that are others in their modules
 
 
 def __getattr__(name: str) -> Any:
