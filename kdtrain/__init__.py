@@ -29,13 +29,13 @@ __version__ = "0.3.0"
 
 
 @cache
-def _modules() -> dict[str, str]:
-    """Return the module of each name, as `__init__.pyi` tells type checkers too."""
+def _modules() -> dict[str, tuple[str, str]]:
+    """Return the module of each name, and its name there, as `__init__.pyi` tells type checkers too."""
     import ast
 
     stub = ast.parse(Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    return {each.name: str(node.module) for node in imports for each in node.names}
+    return {each.asname or each.name: (str(node.module), each.name) for node in imports for each in node.names}
 
 
 def __getattr__(name: str) -> Any:
@@ -45,18 +45,18 @@ def __getattr__(name: str) -> Any:
         return sorted({*_modules(), *own_names()})
     from importlib.metadata import entry_points
 
-    module = _modules().get(name)
-    if module is None and (name.startswith("_") or not entry_points(group="kdtrain.library", name=name)):
+    place = _modules().get(name)
+    if place is None and (name.startswith("_") or not entry_points(group="kdtrain.library", name=name)):
         raise AttributeError(f"module 'kdtrain' has no attribute '{name}'")
     from kdtrain.imports import quiet_import
 
     with quiet_import():
-        if module is None:  # a plugin's
+        if place is None:  # a plugin's
             from kdtrain.registry import offered
 
             value = offered(name)
         else:
-            value = getattr(importlib.import_module(module), name)
+            value = getattr(importlib.import_module(place[0]), place[1])
     globals()[name] = value
     return value
 

@@ -35,7 +35,6 @@ from kdtrain.precision.backends import quantize_ as quantize_
 from kdtrain.precision.backends import register_backend as register_backend
 from kdtrain.precision.controller import Policy as Policy
 from kdtrain.precision.controller import PrecisionController as PrecisionController
-from kdtrain.teaching.online import Teacher as Teacher
 from kdtrain.teaching.teacher import register_teacher as register_teacher
 from kdtrain.tokenizers.alignment import Alignment as Alignment
 from kdtrain.training.optimizers import register_optimizer as register_optimizer

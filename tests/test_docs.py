@@ -22,7 +22,7 @@ from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.config.removed import REMOVED
 from kdtrain.config.values import fields_of, flag, marked
 from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.monitor.rules import RULES
 from kdtrain.parallel.memory_plan import ModelFootprint
@@ -194,7 +194,7 @@ def test_the_example_of_a_student_is_a_spec(tmp_path):
     (example,) = blocks(ROOT / "docs" / "models.md", "toml")
     assert tomllib.loads(example)["tokenizer"] == "stdlib-5m"
     (tmp_path / "small.toml").write_text(example)
-    spec = read_spec(str(tmp_path / "small.toml"))
+    spec = ModelSpec.read(str(tmp_path / "small.toml"))
     assert Path(spec.tokenizer, "tokenizer.json").is_file()
     assert (spec.name, spec.init) == ("small", "scratch")
 
@@ -205,7 +205,7 @@ def test_the_example_of_a_student_with_a_tokenizer_of_its_own_works(tmp_path, mo
     Path("notes.txt").write_text(page.read_text())
     exec(blocks(page, "python")[0])
     Path("students/other.toml").write_text(blocks(page, "toml")[0])
-    student = read_spec("students/other.toml")
+    student = ModelSpec.read("students/other.toml")
     vocabulary = len(load_tokenizer(student))
     model = load_student(student, vocab_size=vocabulary, seed=0, device="cpu")
     assert 256 < vocabulary <= 4096 and model.get_input_embeddings().weight.shape == (vocabulary, 128)

@@ -122,7 +122,7 @@ def test_a_module_imports_floors_above_its_own_and_never_one_below():
         ("kdtrain.data.corpus", "import kdtrain.models.spec"),
         ("kdtrain.data.corpus", "from kdtrain.models import spec"),
         ("kdtrain.data.corpus", "from kdtrain import models"),
-        ("kdtrain.data.corpus", "from ..models.spec import read_spec"),
+        ("kdtrain.data.corpus", "from ..models.spec import ModelSpec"),
         ("kdtrain.data.corpus", "from ..models import spec"),
         ("kdtrain.data.corpus", "def late():\n    from kdtrain.training.trainer import train"),
         ("kdtrain.data.corpus", "import importlib\nimportlib.import_module('kdtrain.models.spec')"),

@@ -16,7 +16,7 @@ import torch
 
 import kdtrain as kd
 from kdtrain import errors
-from kdtrain.config.registered import OBSERVERS
+from kdtrain.config.choices import OBSERVERS
 from kdtrain.config.sections import (
     CheckpointConfig,
     CodecConfig,

@@ -320,7 +320,7 @@ def test_a_name_that_cannot_be_loaded_is_one_line_and_exit_code_2(tmp_path, pack
     assert done.stderr.startswith("kdtrain: --divergence mine") and said in done.stderr
 
 
-SECTION = "from dataclasses import dataclass\nimport kdtrain\nfrom kdtrain.config.registered import register_section\n"
+SECTION = "from dataclasses import dataclass\nimport kdtrain\nfrom kdtrain.config.values import register_section\n"
 SECTION += (
     "from kdtrain.config.values import Options\n\n\n@dataclass(frozen=True, kw_only=True)\nclass More(Options):\n"
 )
@@ -381,7 +381,7 @@ def test_all_of_a_package_is_left_out_with_its_section_and_a_broken_file_is_no_t
     taken = SECTION.format(name="mysec", option="lr: float = 1.0")
     install(bench / "half", "bad", "sections", "mysec", taken)
     (bench / "half/watch.py").write_text(
-        "from kdtrain.config.registered import register_observer\n"
+        "from kdtrain.config.choices import register_observer\n"
         "register_observer('mysec')(lambda request: request.config.plugins['mysec'].lr and None)\n"
     )
     entries = bench / "half/bad-1.0.dist-info/entry_points.txt"

@@ -52,8 +52,8 @@ def test_an_installed_wheel_finds_the_teacher_from_an_empty_folder(wheel, tmp_pa
         "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in getattr(each, '__module__', '')]\n"
         f"sys.path.insert(0, {str(site)!r})\n"
         "import kdtrain.cli\n"
-        "from kdtrain.models import spec\n"
-        "print(spec.__file__, spec.read_spec('stdlib-5m', 'teachers').source, spec.read_spec('stdlib-1m').tokenizer)"
+        "from kdtrain.models import spec\nread = spec.ModelSpec.read\n"
+        "print(spec.__file__, read('stdlib-5m', 'teachers').source, read('stdlib-1m').tokenizer)"
     )
     answer = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr

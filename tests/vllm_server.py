@@ -93,10 +93,10 @@ def worn(folder: Path) -> Path:
     import torch
 
     from kdtrain.models.loading import load_teacher
-    from kdtrain.models.spec import read_spec
+    from kdtrain.models.spec import ModelSpec
     from kdtrain.models.tokenizer import load_tokenizer
 
-    spec = read_spec(NAME, "teachers")
+    spec = ModelSpec.read(NAME, "teachers")
     model = load_teacher(spec, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -19,7 +19,7 @@ from benchmarks.harness import ATTENTION, TEACHER
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.packing import packed_rows
 from kdtrain.models.head import SplitModel, split
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.teaching.local import LocalTeacher
 
@@ -123,7 +123,7 @@ def token_tensor(found: list[Any]) -> torch.Tensor:
 
 def open_teacher(name: str = TEACHER) -> SplitModel:
     """Load a teacher in fp32 on the CPU; by default the one that ships."""
-    teacher = LocalTeacher(read_spec(name), torch.device("cpu"), "fp32")
+    teacher = LocalTeacher(ModelSpec.read(name), torch.device("cpu"), "fp32")
     teacher.load()
     return teacher.model
 
@@ -136,7 +136,7 @@ def teacher_logits(name: str) -> Callable[[torch.Tensor, torch.Tensor | None], t
 def packed(name: str, split: str, sequences: int, seq_len: int) -> list[Any]:
     """Pack rows of the standard library in the tokens of a teacher."""
     data = DataConfig(data="stdlib", seq_len=seq_len, num_workers=2)
-    return list(packed_rows(data, split, load_tokenizer(read_spec(name)), sequences))
+    return list(packed_rows(data, split, load_tokenizer(ModelSpec.read(name)), sequences))
 
 
 class CheapTeacher:

@@ -33,7 +33,7 @@ from benchmarks.harness.machine import cpu_model
 from benchmarks.harness.timing import turns
 from kdtrain.config.values import Options, option
 from kdtrain.library import Cache
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.plugins.served.engine_samples import SampleRequest
 
@@ -161,7 +161,7 @@ def _throughput(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> list[list[int]]:
     text = "".join(path.read_text() for path in sorted((ROOT / "kdtrain").rglob("*.py")))
-    tokens = load_tokenizer(read_spec("stdlib-5m", "teachers"))(text)["input_ids"]
+    tokens = load_tokenizer(ModelSpec.read("stdlib-5m", "teachers"))(text)["input_ids"]
     length = settings.seq_len
     return [tokens[row * length : (row + 1) * length + 1] for row in range(settings.rows)]
 

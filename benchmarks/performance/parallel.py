@@ -42,11 +42,11 @@ from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.data.packed import PackedRow
 from kdtrain.models.loading import load_student
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import parallelize
 from kdtrain.parallel.memory_plan import MemoryPlan, estimated, job_of
 from kdtrain.precision.formats import formats_of
-from kdtrain.teaching.teacher import open_teacher
+from kdtrain.teaching.teacher import Teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 RESULT = RESULTS / "parallel.json"
@@ -174,9 +174,9 @@ def estimate(folder: Folder, name: str, case: Case, student: str = "single", wor
     device, length, sizes = torch.device("cpu"), config.data.seq_len, tuple[Any, ...]()
     mode = formats_of(config.precision, config.quantization, device).high
     if config.teacher is not None:
-        teacher = open_teacher(read_spec(config.teacher), device, mode)
+        teacher = Teacher.open(ModelSpec.read(config.teacher), device, mode)
         sizes = teacher.vocab_size, teacher.footprint(length)
-    job = job_of(config, mode, device, read_spec(config.student), length, *sizes)
+    job = job_of(config, mode, device, ModelSpec.read(config.student), length, *sizes)
     assert job is not None
     return estimated(MemoryPlan(student, "none" if case.teacher is None else "replicate"), job, world)
 

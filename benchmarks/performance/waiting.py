@@ -81,9 +81,9 @@ def _train(compiled: bool, steps: int) -> float:
 
     import kdtrain as kd
     from kdtrain.models.loading import load_student
-    from kdtrain.models.spec import read_spec
+    from kdtrain.models.spec import ModelSpec
 
-    spec = read_spec("stdlib-5m", "students")
+    spec = ModelSpec.read("stdlib-5m", "students")
     model = load_student(spec, vocab_size=2048, seed=0, device="cpu")
     if compiled:
         model.model = torch.compile(model.model, dynamic=False)

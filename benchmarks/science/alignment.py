@@ -22,7 +22,7 @@ from kdtrain.cache.format.codec import decode, encode_sequences
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import LEAST_MASS, LEVEL, MARGIN, SHIFTS, detect
 from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 
 RESULT = RESULTS / "alignment.json"
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args()
     tokens = token_tensor(packed(TEACHER, "validation", options.pool, LENGTH + 2))
-    untrained = load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu").eval()
+    untrained = load_student(ModelSpec.read(STUDENT), vocab_size=2048, seed=0, device="cpu").eval()
     teachers = {"": teacher_logits(TEACHER), "untrained, ": lambda tokens_BT, _: untrained(tokens_BT).logits.float()}
     cases: list[dict[str, Any]] = []
     for who, logits in teachers.items():

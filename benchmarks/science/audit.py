@@ -41,7 +41,7 @@ from kdtrain.cache.format.codec import decode, draw_points, encode_sequences
 from kdtrain.cache.format.compression import Coding, unpack
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.tools.self_check import OTHER_ROWS, other_row
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets
 from kdtrain.plugins.audit.command import DIAGNOSED, NEIGHBOURS, logprobs, other_forwards, rounded_to_int8
@@ -265,7 +265,7 @@ class Study:
 
 def loaded(mode: str, **changes: Any) -> LocalTeacher:
     """Load the shipped teacher."""
-    spec = dataclasses.replace(read_spec(TEACHER, "teachers"), **changes)
+    spec = dataclasses.replace(ModelSpec.read(TEACHER, "teachers"), **changes)
     teacher = LocalTeacher(spec, torch.device("cpu"), mode)
     teacher.load()
     return teacher

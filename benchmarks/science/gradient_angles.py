@@ -33,7 +33,7 @@ from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import load_student
 from kdtrain.models.output_head import HeadPart
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 from kdtrain.run.saved_student import open_student
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args()
     tokens_BT, logits_BTV = batch()
-    untrained = split(load_student(read_spec(STUDENT), vocab_size=logits_BTV.shape[-1], seed=0, device="cpu"))
+    untrained = split(load_student(ModelSpec.read(STUDENT), vocab_size=logits_BTV.shape[-1], seed=0, device="cpu"))
     students = {"untrained": untrained, f"{options.steps} steps": trained(options.steps)}
     found = {name: angles(student, tokens_BT, logits_BTV) for name, student in students.items()}
     settings = {"tokens": SEQUENCES * LENGTH, "temperature": 1.0, "teacher": "stdlib-5m", "student": "stdlib-1m"}

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import kdtrain as kd
 from benchmarks.harness import STUDENT
 from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 
 BATCH = 8
 """Sequences in a step."""
@@ -42,7 +42,7 @@ def range_test(cache: Path, alpha: float, steps: int, seed: int) -> dict[str, An
     """Run a fresh student whose rate rises from 1e-6 to 1; return rates, losses, and what readers of them suggest."""
     torch.manual_seed(seed)
     data = kd.Cache(str(cache))
-    model = load_student(read_spec(STUDENT), vocab_size=data.manifest.vocab_size, seed=seed, device="cpu")
+    model = load_student(ModelSpec.read(STUDENT), vocab_size=data.manifest.vocab_size, seed=seed, device="cpu")
     student = kd.Student(model, kd.DistillationLoss(alpha=alpha)).train()
     optimizer = torch.optim.AdamW(student.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     loader = DataLoader(data["train"], BATCH, shuffle=True, drop_last=True, collate_fn=kd.collate)

@@ -26,7 +26,7 @@ from benchmarks.harness.models import open_teacher
 from kdtrain.config.choices import DIVERGENCES
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.record import RunRecord
 from kdtrain.objective.loss import distillation_loss
 from kdtrain.objective.temperature import build_temperature
@@ -100,7 +100,7 @@ class Logits:
         if step:
             student = open_student(str(self.runs / f"student/seed-0/checkpoints/step-{step:08d}"), CPU)[0]
         else:
-            student = split(load_student(read_spec(STUDENT), vocab_size=2048, seed=0, device="cpu"))
+            student = split(load_student(ModelSpec.read(STUDENT), vocab_size=2048, seed=0, device="cpu"))
         student, batch = student.eval().requires_grad_(False), self.batches[kind]
         hidden_ND = student(batch.tokens[:, :-1]).flatten(0, 1)
         tokens_N = batch.tokens[:, 1:].flatten(), batch.loss_mask.flatten()

@@ -18,7 +18,7 @@ from kdtrain.run.build import build
 from kdtrain.run.recipe import resolve, run_device, student_spec, table_rate
 from kdtrain.run.run import Run
 from kdtrain.training.signals import interruptible
-from kdtrain.training.sources.cache import open_sources
+from kdtrain.training.sources.plan import CachedData
 
 
 def main(config: DistillConfig) -> int:
@@ -91,7 +91,7 @@ def foresee(config: DistillConfig) -> tuple[float, str, int | None]:
     student = student_spec(config)
     size = sequences = None
     if config.data.data is None and not config.cross_tokenizer:
-        train = open_sources(config, config.cache)["train"]
+        train = CachedData(config, config.cache).sources["train"]
         size = train.facts.vocab_size
         sequences = len(train)
     lr = config.optimizer.lr

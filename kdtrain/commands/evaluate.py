@@ -27,7 +27,7 @@ from kdtrain.models.head import SplitModel
 from kdtrain.models.last_word import is_right, passages
 from kdtrain.models.loading import check_fits, configuration, refuse_long
 from kdtrain.models.output_head import refuse_vocabulary
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import byte_lengths, digest_of, load_tokenizer
 from kdtrain.monitor.facts import evaluations, is_run
 from kdtrain.monitor.progress import bar, setup_logging
@@ -39,7 +39,7 @@ from kdtrain.ranks import pick_device
 from kdtrain.run.build_cache import build_tokens, decided, refuse_no_rows
 from kdtrain.run.saved_student import open_student, run_of, tokenizer_place
 from kdtrain.run.tokenizer_view import differ, entries
-from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import OnlineTeacher
 from kdtrain.tokenizers.view_builder import build_view
 from kdtrain.training.sources.aligned import AlignedSource
 from kdtrain.training.sources.build import StudentSource
@@ -127,7 +127,8 @@ def _refuse_text(config: EvaluateConfig, name: str) -> None:
     own = None if config.cross_tokenizer else digest_of(place)
     settings = None if config.cache is None else open_cache(config.cache).manifest.settings
     if not (is_run(Path(name)) or is_checkpoint(Path(name).resolve())):
-        refuse_long(configuration(read_spec(name), 2), name, data.seq_len if settings is None else settings.seq_len)
+        seq_len = data.seq_len if settings is None else settings.seq_len
+        refuse_long(configuration(ModelSpec.read(name), 2), name, seq_len)
     if settings is not None:
         refuse_tokenizer(own, settings.tokenizer_digest)
         if data.split == "test" != settings.data.get("split"):
@@ -135,7 +136,7 @@ def _refuse_text(config: EvaluateConfig, name: str) -> None:
             raise UsageError(f"--cache {config.cache} holds no test split; {hint}")
         return
     if config.teacher is not None:
-        spec = read_spec(config.teacher, "teachers")
+        spec = ModelSpec.read(config.teacher, "teachers")
         theirs = digest_of(spec)
         if None not in (own, theirs) and own != theirs:
             both = f"--student {name} and --teacher {spec.name} have different tokenizers"
@@ -196,7 +197,7 @@ def _source(
             apart = False
             text = {"split": config.data.split, "data": config.data.data, "teacher": config.teacher}
             if config.teacher is not None:
-                spec = read_spec(config.teacher, "teachers")
+                spec = ModelSpec.read(config.teacher, "teachers")
                 teacher = OnlineTeacher.open(spec, device, mode)
                 teacher.load()
                 checks.append(teacher.check)

@@ -13,10 +13,10 @@ from kdtrain.config.commands import ExportConfig
 from kdtrain.errors import UsageError, log
 from kdtrain.files import refuse_displacing, refuse_no_folder
 from kdtrain.imports import optional
-from kdtrain.models.export import complete_generation, export_lock, export_model, refuse_foreign, whole_state
+from kdtrain.models.export import complete_generation, export_lock, export_model, whole_state
 from kdtrain.models.head import SplitModel
 from kdtrain.models.loading import whole_model
-from kdtrain.models.spec import paths_of, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.monitor.facts import read_result
 from kdtrain.monitor.progress import setup_logging
 from kdtrain.ranks import is_main, on_main, process_group
@@ -47,7 +47,7 @@ def main(config: ExportConfig) -> int:
         refuse_no_folder(config.out)
         if config.quantize == "int8":
             optional("torchao", "fp8", "--quantize int8")
-        with export_lock(config.out):
+        with export_lock(config.out, {"the run": config.run}, overwrite=config.overwrite):
             return _write(config, *_read(config))
 
     with process_group(torch.device("cpu"), 600.0):  # seconds that the others wait for a sign of rank 0
@@ -60,11 +60,7 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
     """Read the checkpoint to export: its path, student, state and adapters' base; refuse before any writing."""
     out = config.out
     found = ""
-    refuse_foreign(out)
-    refuse_displacing(out, {"the run": config.run})
-    if out.exists() and any(out.iterdir()) and not config.overwrite:
-        raise UsageError(f"--out {out} holds an exported model; name another folder, or add --overwrite")
-    named = None if config.base is None else read_spec(config.base)
+    named = None if config.base is None else ModelSpec.read(config.base)
     path, student, state = read_checkpoint(
         lambda: checkpoint_of(config.run, config.checkpoint),
         lambda path: (path, student_at(path, torch.device("cpu"), named), read_saved(path)),
@@ -75,7 +71,8 @@ def _read(config: ExportConfig) -> tuple[Path, SplitModel, dict[str, Any], str]:
         raise UsageError(f"--base has no effect: {config.run} trained all weights; leave it out")
     if student.frozen:
         base = base_spec(state, named)
-        refuse_displacing(out, paths_of("its base", config.base or state["options"]["run"]["student"]))
+        read = ModelSpec.paths_of(config.base or state["options"]["run"]["student"], "its base")
+        refuse_displacing(out, read)
         refuse_displacing(out, {"its base": base.source})  # also the folder of its --load
         if config.adapter:
             if base.source is None or base.init != "pretrained":

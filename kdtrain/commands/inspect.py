@@ -28,7 +28,7 @@ from kdtrain.config.commands import InspectConfig
 from kdtrain.config.values import refuse
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import aside_in, open_regular, read_json, typed
-from kdtrain.models.spec import ADAPTER_CONFIG, read_spec, shipped
+from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, shipped
 from kdtrain.monitor import facts as of_run
 from kdtrain.monitor.facts import TAIL, damage_of, evaluations, kind_of, quoted, read_result, tested
 from kdtrain.monitor.progress import setup_logging
@@ -466,7 +466,7 @@ def _spec(path: Path) -> _Found:
     """Describe the recipe of a teacher or a student."""
     teaches = str(path) in shipped("teachers") or path.parent.name == "teachers"
     word = quoted(path)
-    spec = read_spec(str(path), "teachers" if teaches else "students")
+    spec = ModelSpec.read(str(path), "teachers" if teaches else "students")
     facts = {name: value for name, value in vars(spec).items() if value not in (None, (), {}, False)}
     if spec.lora is not None:
         facts["lora"] = {name: value for name, value in vars(spec.lora).items() if value not in (None, False)}

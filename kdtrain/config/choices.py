@@ -3,7 +3,8 @@
 The modules named here hold the code and register it; see `kdtrain.registry`. Traits are what checks of options ask.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from kdtrain.registry import Registry
 
@@ -99,7 +100,7 @@ PLANS = Registry(
     "the plan of the data",
     "kdtrain.plans",
     {
-        "cached": "kdtrain.training.sources.cache",
+        "cached": "kdtrain.training.sources.plan",
         "text": "kdtrain.run.build_cache",
         "aligned": "kdtrain.run.tokenizer_view",
     },
@@ -128,6 +129,18 @@ EXPORTS = Registry(
     {"safetensors": {"--adapter", "--shard-size", "--quantize int8"}},
 )
 """Of an export; its traits are the options that it takes."""
+OBSERVERS = Registry("the observer", "kdtrain.observers", __name__, {})
+"""Functions that make an observer of a run's steps and events (`kdtrain.training.observers`)."""
+Maker = TypeVar("Maker", bound=Callable[[Any], Any])
+
+
+def register_observer(name: str, *, help: str = "") -> Callable[[Maker], Maker]:
+    """Return a decorator of a function, which is called for each run that is built and returns its observer.
+
+    The observer sees the run's steps and events. The function gets an `ObserverRequest`, and returns None for a run
+    that it does not observe. Its module should import nothing heavy.
+    """
+    return OBSERVERS.registers(name, help)
 
 
 def resolve_tail(tail: str, num_samples: int) -> str:

@@ -16,6 +16,7 @@ from kdtrain.config.choices import (
     IGNORES_T,
     LEARNS,
     LOGGERS,
+    OBSERVERS,
     OPTIMIZERS,
     SCHEDULED,
     TAILS,
@@ -370,8 +371,6 @@ def _check_command(given: str) -> None:
     except ValueError as error:
         raise UsageError(f"--on-event {given!r} cannot be split into words: {error}") from None
     refuse(not words, "--on-event is empty; give a command, or leave it out")
-    from kdtrain.config.registered import OBSERVERS  # who reads a cache needs none
-
     refuse("on-event" not in OBSERVERS.names(), "--on-event needs kdtrain/plugins/loggers, which is gone; leave it out")
 
 

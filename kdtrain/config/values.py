@@ -319,6 +319,31 @@ class Extended(Printed):
         return (each for each in self.plugins.values() if getattr(each, attribute, None))
 
 
+def register_section(name: str, kinds: Mapping[str, type]) -> None:
+    """Add the section `name` to commands.
+
+    Args:
+        name: its table in a TOML file.
+        kinds: the frozen dataclass of its options by command, `distill` or `cache-teacher`; its base is `Options`, and
+            every option has a default. It may have a method `check`, which gets the whole configuration of the command
+            and refuses, by a `UsageError`, what does not go with its own values. One with a teacher that runs elsewhere
+            has `teacher_kind`, a name of `kdtrain.teachers` or None, and `connect(teacher, codec)`, which tells that
+            teacher where it runs. One that makes data, such as a cache of its answers, has `data_plan`, a name of
+            `kdtrain.plans` or None.
+
+    Raises:
+        UsageError: another module or a command has this name or that of an option, or an option has no default.
+    """
+    every = {**SECTIONS.entries, name: kinds}  # this one last, so that a clash is its own
+    for command, kind in kinds.items():
+        beside = {section: each[command] for section, each in every.items() if command in each}
+        for each in Extended.__subclasses__():
+            if command == each.EXTENDED:
+                options_of(each, sections=beside)
+        kind()
+    SECTIONS.add(name, dict(kinds), next(iter(kinds.values())))
+
+
 def refuse_value(option: dataclasses.Field[Any], value: Any) -> None:
     """Raise a `UsageError` for a value that is outside of an option's bounds, or that its `check` refuses."""
     for each in value if option.metadata.get("several") else (value,):

@@ -68,6 +68,23 @@ class Document:
             return why.prompt
         return None
 
+    def before_answer(self) -> "Document":
+        """Return the document with all before its last answer as its prompt, where none is stated."""
+        if self.prompt or self.messages is None:
+            return self
+        return replace(self, prompt=len(self.messages) - (self.messages[-1]["role"] == "assistant"))
+
+    def for_teacher(self) -> "Document":
+        """Return the document with the teacher's prompt before its answer. UsageError: that is of another kind."""
+        own = Document.of_prompt(self.key, self.teacher_prompt) or Document(self.key)
+        if self.messages is not None and own.messages is not None:
+            messages = [*own.messages, *self.messages[self.prompt :]]
+            return replace(own, messages=messages, prompt=len(own.messages))
+        if self.messages is None and own.text:
+            return replace(own, text=own.text + str(self.text)[self.prompt :], prompt=len(own.text))
+        what = "a text" if self.messages is None else "a list of messages"
+        raise UsageError(f"{self.key}: its teacher_prompt must be {what}, as its prompt is")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:

@@ -366,6 +366,11 @@ class Encoder:
         with panics_refused(f"{self._name} cannot take this text"):
             return self._encode(text, quoted)[0]
 
+    def prompt_of(self, key: str, given: Any) -> list[int]:
+        """Return the tokens before an answer to a text or a list of messages, as `prompt`; empty: it is neither."""
+        document = Document.of_prompt(key, given)
+        return [] if document is None else self.prompt(document)
+
     def answer(self, document: Document) -> tuple[list[int], list[int]]:
         """Return the tokens before what is learned of a document, and these; empty where they are not in one piece."""
         stream, _ = self([_Piece(document, document.text or "", prompt=document.prompt)])

@@ -78,7 +78,7 @@ def export_model(
             _write_model(model, whole, dtype, most, partial if files else None)
             quantize_folder(whole, partial, most)
 
-    refuse_foreign(out)
+    _refuse_foreign(out)
     out = out.resolve()
     files = {} if tokenizer is None else tokenizer_files(tokenizer)
     try:
@@ -97,15 +97,21 @@ def export_model(
 
 
 @contextmanager
-def export_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
+def export_lock(
+    out: Path, needed: Mapping[str, Path | str | None] | None = None, *, overwrite: bool = False, wait: float = 0.0
+) -> Iterator[None]:
     """Keep other exports out of `out` during the block, and remove what killed exports left.
 
     An export replaces the whole folder, so that the lock is a file beside it. wait: seconds to wait for another export.
 
-    UsageError: another process exports there, `out` is a mount point, or its parent cannot be a folder. RunError: that
-    is not writable.
+    needed: paths that the command reads, by the words that name them; None: whatever is there may be replaced.
+    overwrite: an export may be.
+
+    UsageError: another process exports there, `out` is a mount point, its parent cannot be a folder, or what is there
+    must stay. RunError: that is not writable.
     """
     refuse_mount(out)
+    given = out
     out = out.resolve()
     made = make_folder(out.parent)
     lock = None
@@ -113,6 +119,11 @@ def export_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
         message = f"another process is exporting to {out}; wait for it, or name another folder"
         lock = Lock(hidden_lock(out), message, "export", wait)
         sweep(out.parent, of=out.name)
+        if needed is not None:
+            _refuse_foreign(given)
+            refuse_displacing(given, needed)
+            if given.exists() and any(given.iterdir()) and not overwrite:
+                raise UsageError(f"--out {given} holds an exported model; name another folder, or add --overwrite")
         yield
     finally:
         if lock is not None:
@@ -120,7 +131,7 @@ def export_lock(out: Path, wait: float = 0.0) -> Iterator[None]:
         remove_empty(made)
 
 
-def refuse_foreign(out: Path) -> None:
+def _refuse_foreign(out: Path) -> None:
     """Refuse to export into a file, a folder that is not empty and not an export, or one that cannot be replaced.
 
     UsageError: see above and `refuse_displacing`.

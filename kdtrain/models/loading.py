@@ -45,7 +45,7 @@ from kdtrain.models.hub import (
     refuse_large_generation,
     revision_of,
 )
-from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, read_spec
+from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec
 from kdtrain.models.tokenizer import generation_from, savable_generation
 from kdtrain.tables import size
 
@@ -161,7 +161,7 @@ def config_of(name: str, model_type: object, table: dict[str, Any]) -> PreTraine
 def configuration(spec: ModelSpec, vocab_size: int | None) -> PreTrainedConfig:
     """Return the transformers configuration of a spec; `vocab_size`: for a `[config]` that states none."""
     if spec.config is None and spec.init == "teacher-layers":
-        return layers_config(configuration(read_spec(cast(str, spec.teacher), "teachers"), None), spec.layers)
+        return layers_config(configuration(ModelSpec.read(cast(str, spec.teacher), "teachers"), None), spec.layers)
     if spec.config is None:
         return ask_config(spec)
     table = dict(spec.config)
@@ -407,7 +407,7 @@ def _build(spec: ModelSpec, dtype: torch.dtype, vocab_size: int | None, seed: in
         return _pretrained(spec, dtype)
     model: Any
     if spec.init == "teacher-layers":
-        teacher = _build(read_spec(cast(str, spec.teacher), "teachers"), torch.float32, None, seed)
+        teacher = _build(ModelSpec.read(cast(str, spec.teacher), "teachers"), torch.float32, None, seed)
         model = model_from_layers(spec, teacher, vocab_size)
     else:
         model = initialised(spec, configuration(spec, vocab_size), seed)

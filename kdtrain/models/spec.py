@@ -121,6 +121,70 @@ class ModelSpec:
         if self.init == "pretrained" and self.config is not None:
             raise ValueError("[config] has no weights; set init = 'scratch', or give a source")
 
+    @staticmethod
+    def read(spec: str, kind: Literal["teachers", "students"] = "students") -> "ModelSpec":
+        """Read a spec: a TOML file, a model's folder or file, a run's folder with an exported student, a shipped name,
+        or a hub id.
+
+        kind: whose names ship: `stdlib-5m` is a teacher and a student. A file or folder of such a name is `./NAME`.
+
+        Raises `UsageError` for anything else, for an unknown key, and for values that cannot work.
+        """
+        refuse_no_path(spec, "spec")
+        # A run written to a folder of a shipped name must not become the student of the command that resumes it.
+        path = shipped(kind).get(spec, Path(spec))
+        if path.is_dir():
+            for candidate in (path, path / "student"):
+                if (candidate / "config.json").is_file():
+                    return ModelSpec(name=path.resolve().name, source=os.path.normpath(candidate))
+            if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
+                raise UsageError(f"{path}: this run has no exported student; write one with 'kdtrain export {path}'")
+            if (path / ADAPTER_CONFIG).is_file():
+                raise UsageError(f"{path} holds an adapter; merge it into its base, or name that and add --load {path}")
+            if (file := model_file(path)) is not None:
+                return ModelSpec(name=path.resolve().name, source=file)
+            raise UsageError(f"{path}: no config.json in this folder; a model folder has one")
+        if path.suffix == ".toml":
+            found = last = _from_toml(path)
+            chain = [str(path)]
+            while last.teacher is not None:  # the chain must end, and run no code that the spec does not allow
+                chain.append(last.teacher)
+                if len(chain) > MAX_TEACHERS:
+                    endless = f"{' -> '.join(chain[:4])} ..."
+                    raise UsageError(f"{path}: its teacher has a teacher, and so on, without end: {endless}")
+                other = last.teacher
+                last = _from_toml(Path(other)) if other.endswith(".toml") else ModelSpec.read(other, "teachers")
+                if last.trust_remote_code and not found.trust_remote_code:
+                    raise UsageError(
+                        f"{path}: its teacher {last.name} needs to run code; set trust_remote_code = true here too if "
+                        "you trust that"
+                    )
+            return found
+        if path.is_file():
+            if (file := model_file(path)) is not None:
+                return ModelSpec(name=path.stem, source=file)
+            raise UsageError(f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file")
+        if not is_hub_id(spec):
+            raise UsageError(
+                f"{spec}: there is no such file or folder, and a hub id is of the form org/name; kdtrain ships the "
+                f"{kind} {', '.join(shipped(kind))}"
+            )
+        return ModelSpec(name=spec, source=spec)
+
+    @staticmethod
+    def paths_of(spec: str, words: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
+        """Return the files and folders that a spec names, by `words` and what each is; its own if it does not ship.
+
+        A hub id may be among them. Raises `UsageError` as `read`.
+        """
+        found = ModelSpec.read(spec, kind)
+        own = None if spec in shipped(kind) else spec
+        named = {words: own, f"{words} source": found.source, f"{words} tokenizer": found.tokenizer}
+        paths = {name: path for name, path in named.items() if path is not None}
+        if found.teacher is not None:
+            paths |= ModelSpec.paths_of(found.teacher, f"{words} teacher", "teachers")
+        return paths
+
     @property
     def is_local(self) -> bool:
         """Whether the model is loaded here, as every student's is."""
@@ -140,61 +204,11 @@ def shipped(kind: Literal["teachers", "students"]) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def read_spec(spec: str, kind: Literal["teachers", "students"] = "students") -> ModelSpec:
-    """Read a spec: a TOML file, a model's folder or file, a run folder with an exported student, a shipped name, or a
-    hub id.
-
-    kind: whose names ship: `stdlib-5m` is a teacher and a student. A file or folder of such a name is `./NAME`.
-
-    Raises `UsageError` for anything else, for an unknown key, and for values that cannot work.
-    """
-    refuse_no_path(spec, "spec")
-    # A run written to a folder of a shipped name must not become the student of the command that resumes it.
-    path = shipped(kind).get(spec, Path(spec))
-    if path.is_dir():
-        for candidate in (path, path / "student"):
-            if (candidate / "config.json").is_file():
-                return ModelSpec(name=path.resolve().name, source=os.path.normpath(candidate))
-        if (path / "config.toml").is_file() or (path / "checkpoints").is_dir():
-            raise UsageError(f"{path}: this run has no exported student; write one with 'kdtrain export {path}'")
-        if (path / ADAPTER_CONFIG).is_file():
-            raise UsageError(f"{path} holds an adapter; merge it into its base, or name that and add --load {path}")
-        if (file := model_file(path)) is not None:
-            return ModelSpec(name=path.resolve().name, source=file)
-        raise UsageError(f"{path}: no config.json in this folder; a model folder has one")
-    if path.suffix == ".toml":
-        found = last = _from_toml(path)
-        chain = [str(path)]
-        while last.teacher is not None:  # the chain must end, and run no code that the spec does not allow
-            chain.append(last.teacher)
-            if len(chain) > MAX_TEACHERS:
-                endless = f"{' -> '.join(chain[:4])} ..."
-                raise UsageError(f"{path}: its teacher has a teacher, and so on, without end: {endless}")
-            other = last.teacher
-            last = _from_toml(Path(other)) if other.endswith(".toml") else read_spec(other, "teachers")
-            if last.trust_remote_code and not found.trust_remote_code:
-                raise UsageError(
-                    f"{path}: its teacher {last.name} needs to run code; set trust_remote_code = true here too if you "
-                    "trust that"
-                )
-        return found
-    if path.is_file():
-        if (file := model_file(path)) is not None:
-            return ModelSpec(name=path.stem, source=file)
-        raise UsageError(f"{spec}: a spec is a TOML file, a model folder or a hub id, and this is another file")
-    if not is_hub_id(spec):
-        raise UsageError(
-            f"{spec}: there is no such file or folder, and a hub id is of the form org/name; kdtrain ships the {kind} "
-            f"{', '.join(shipped(kind))}"
-        )
-    return ModelSpec(name=spec, source=spec)
-
-
 def teacher_spec(name: str, student: ModelSpec) -> ModelSpec:
-    """Return the spec of a student's teacher: read as `read_spec` does, or the student's own for the name `self`."""
+    """Return the spec of a student's teacher: as `ModelSpec.read` does, or the student's own for the name `self`."""
     if name == SELF:
         return replace(student, name=SELF, kind=SELF, lora=None, weights=None)
-    return read_spec(name, "teachers")
+    return ModelSpec.read(name, "teachers")
 
 
 def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel: str) -> ModelSpec:
@@ -209,20 +223,6 @@ def with_weights(spec: ModelSpec, weights: Weights | None, option: str, parallel
     if spec.weights is not None and parallel == "fsdp":
         raise UsageError(f"{option} {spec.weights} cannot be sharded over ranks; leave it or fsdp out")
     return spec
-
-
-def paths_of(what: str, spec: str, kind: Literal["teachers", "students"] = "students") -> dict[str, str]:
-    """Return the files and folders that a spec names, by `what` and the word for each.
-
-    Its own path is among them if it does not ship, and a hub id may be. Raises `UsageError` as `read_spec`.
-    """
-    found = read_spec(spec, kind)
-    own = None if spec in shipped(kind) else spec
-    named = {what: own, f"{what} source": found.source, f"{what} tokenizer": found.tokenizer}
-    paths = {word: path for word, path in named.items() if path is not None}
-    if found.teacher is not None:
-        paths |= paths_of(f"{what} teacher", found.teacher, "teachers")
-    return paths
 
 
 def foreign_beside(path: Path) -> Iterator[Path]:
@@ -353,7 +353,7 @@ def _relative_to(folder: Path, source: str, where: str) -> str:
         found = os.path.normpath(path)
         return f"./{found}" if found in ours else found
     if source in shipped("teachers"):
-        named = read_spec(source, "teachers")
+        named = ModelSpec.read(source, "teachers")
         return (named.source if where.endswith(": source") else named.tokenizer) or named.source or source
     if not is_hub_id(source):
         raise UsageError(f"{where} = '{source}': no such path beside this file, and not a hub id of the form org/name")

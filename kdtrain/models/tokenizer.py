@@ -29,7 +29,7 @@ from kdtrain.models.hub import (
     revision_of,
     save_tokenizer,
 )
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec
 
 SPECIAL = ("bos", "eos", "pad")
 """Special tokens of generation settings."""
@@ -52,7 +52,7 @@ def _place_of(source: ModelSpec | str | Path) -> tuple[str, str, bool] | None:
     if source.tokenizer is not None:
         return source.tokenizer, "main", source.trust_remote_code
     if source.teacher is not None:
-        return _place_of(read_spec(source.teacher, "teachers"))
+        return _place_of(ModelSpec.read(source.teacher, "teachers"))
     return None if source.source is None else (source.source, revision_of(source), source.trust_remote_code)
 
 

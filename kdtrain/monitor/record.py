@@ -106,6 +106,12 @@ class RunRecord:
         """The options of config.toml, by name."""
         return {name: value for table in self.options.values() for name, value in as_table(table).items()}
 
+    @staticmethod
+    def arm_of(folder: Path) -> tuple[str, ...]:
+        """Return the names of sweep and arm to which the run in `folder` belongs; nothing outside a sweep."""
+        arm = folder.resolve().parent
+        return (arm.parent.name, arm.name) if (arm.parent / SWEEP).is_file() else ()
+
     def stated(self, table: str, name: str) -> Any:
         """Return an entry of a table of environment.json; None where either is missing."""
         return as_table(self.environment.get(table)).get(name)
@@ -203,12 +209,6 @@ def add_evaluation(folder: Path, found: Mapping[str, Any]) -> None:
     line = json.dumps(finite({"date": time.strftime("%Y-%m-%d"), **found})) + "\n"
     with writing(folder / EVALUATIONS), open(folder / EVALUATIONS, "a", encoding="utf-8") as file:
         file.write(line)
-
-
-def arm_of(folder: Path) -> tuple[str, ...]:
-    """Return the names of the sweep and of its arm to which the run in `folder` belongs; nothing outside a sweep."""
-    arm = folder.resolve().parent
-    return (arm.parent.name, arm.name) if (arm.parent / SWEEP).is_file() else ()
 
 
 def lines(path: Path, last: int | None = None) -> Iterator[tuple[str, dict[str, Any] | None]]:

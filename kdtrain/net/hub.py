@@ -15,7 +15,7 @@ from urllib3.util.retry import Retry
 
 from kdtrain.errors import RunError, UsageError, printable
 from kdtrain.errors import reason as error_reason
-from kdtrain.net.address import Address, Unreachable, no_network
+from kdtrain.net.address import Address, Unreachable, no_network, parse_address
 from kdtrain.net.request import CONTACT, LATER, RETRY, pause, reason, refuse_size
 
 if TYPE_CHECKING:
@@ -40,10 +40,20 @@ def api() -> "HfApi":
 
 
 class Repository:
-    """A repository of the hub: its files, and what its client asks. kind: dataset or model."""
+    """The repository at hf:ORG/NAME on the hub: its files, and what its client asks. kind: dataset or model.
 
-    def __init__(self, address: Address, kind: str) -> None:
-        self.address, self.kind, self.client = address, kind, api()
+    UsageError: it is not such an address.
+    """
+
+    def __init__(self, where: str, kind: str = "dataset") -> None:
+        found = parse_address(where)
+        if found is None or found.repository is None or found.revision != "main":
+            raise UsageError(f"{where}: it is not a data set on the hub; give hf:ORG/NAME")
+        self.name, self.kind = found.repository, kind
+        self.address = found if kind == "dataset" else Address(f"hf:{self.name}", self.name)
+
+    def __str__(self) -> str:
+        return str(self.address)
 
     def refuse_no_token(self) -> None:
         """Raise UsageError without a token for the hub."""
@@ -54,7 +64,7 @@ class Repository:
 
     def ask(self, question: "Callable[[HfApi], Answer]") -> Answer:
         """Return the answer of the client to a question: as `ask`."""
-        return ask(self.address, lambda: question(self.client))
+        return ask(self.address, lambda: question(api()))
 
     def fetch(self, name: str, most: int) -> Path:
         """Return a file, fetched if it is not here: as `fetch_file`."""

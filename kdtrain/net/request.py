@@ -28,7 +28,7 @@ from urllib3.util.retry import Retry
 from kdtrain import faults
 from kdtrain.errors import RunError, UsageError, log, printable, shown_address, writing
 from kdtrain.files import remove_file
-from kdtrain.net.address import Unreachable, is_allowed, is_private
+from kdtrain.net.address import ALLOW_HTTP, Unreachable, is_allowed, is_inside, is_private
 
 LATER = (408, 425, 429, 500, 502, 503, 504)
 """Codes of answers that may be another one later."""
@@ -74,13 +74,27 @@ class Session(requests.Session):
         bounds = {"stream": True, "timeout": (CONNECT, IDLE)}
         return super().request(method, url, *args, **{**bounds, **options, "allow_redirects": False})
 
-    def exchange(self, method: str, url: str, *, most: int, **options: Any) -> tuple[requests.Response, bytes]:
+    @staticmethod
+    def refuse_plain(url: str, what: str) -> None:
+        """Raise UsageError if `what` would go over a network that is not private, where anybody on the way reads it."""
+        if urlsplit(url).scheme == "http" and not is_inside(url) and os.environ.get(ALLOW_HTTP) != "1":
+            raise UsageError(
+                f"{what} would be sent unencrypted; give https://, or set {ALLOW_HTTP}=1 if you trust the network"
+            )
+
+    def exchange(
+        self, method: str, url: str, *, most: int, key: str | None = None, **options: Any
+    ) -> tuple[requests.Response, bytes]:
         """Send a request; return the answer and its body, of a redirect none.
 
-        most: bytes of the body; a longer one is longer by some, and its rest is not read.
+        most: bytes of the body; a longer one is longer by some, and its rest is not read. key: authorizes the request.
 
         Passing: there is no answer, and another try may get one. Unreachable: none would.
         """
+        # Proxies of the environment reach no host inside, and through http they would read the key.
+        self.trust_env = not is_inside(url) and (key is None or urlsplit(url).scheme == "https")
+        if key is not None:
+            options["headers"] = {**options["headers"], "Authorization": f"Bearer {key}"}
         try:
             with self.request(method, url, **options) as answer:
                 found = bytearray()

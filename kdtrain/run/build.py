@@ -36,7 +36,7 @@ from kdtrain.training.trainer import Trainer
 if TYPE_CHECKING:
     from kdtrain.objective.hidden import HiddenLoss
     from kdtrain.precision.controller import Adaptive
-    from kdtrain.teaching.online import OnlineTeacher
+    from kdtrain.teaching.teacher import OnlineTeacher
 
 
 def build(recipe: Recipe) -> Run:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences, read_manifest
 from kdtrain.cache.format.names import MANIFEST, WRITTEN
-from kdtrain.cache.format.spec import CodecSpec, grid_name, grid_offset
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache, open_cache
 from kdtrain.cache.write.writer import Progress, not_empty, write_cache
 from kdtrain.config.commands import CacheTeacherConfig
@@ -41,8 +41,7 @@ from kdtrain.parallel.agreement import agree
 from kdtrain.ranks import is_main, on_main, raise_on_all_ranks
 from kdtrain.teaching.teacher import Teacher, Writing
 from kdtrain.tokenizers.view_format import PROMPTS, TEXT, own_data
-from kdtrain.training.sources.cache import open_sources
-from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest, Rows, register_plan
+from kdtrain.training.sources.plan import CachedData, DataPlan, Ordered, PlanRequest, Rows, register_plan
 from kdtrain.training.sources.source import Source
 
 _DAY = r"""strftime_now(\s+is\s+(not\s+)?defined|\(\s*(['"])(%[-_0^#]?[aAbBdejmyYGguUVwWxDFhC%]|[^%'"\\])*\3\s*\))"""
@@ -105,8 +104,8 @@ def begun(
     settings = refined.manifest.settings
     rows = {split: refined[split].rows() for split in refined}
     number = settings.codec.num_samples  # those drawn lie half way between two
-    offset = ((grid_offset(settings.sampling) or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
-    return replace(settings, sampling=grid_name(offset)), rows
+    offset = ((settings.grid_offset or Fraction(0)) + Fraction(1, 2 * number)) % Fraction(1, number)
+    return settings.on_grid(offset), rows
 
 
 def decided(data: DataConfig, folder: Path | None, *checks: Callable[[int, bool], None]) -> DataConfig:
@@ -205,7 +204,7 @@ def refined_cache(where: str) -> LocalCache:
         raise UsageError(f"--refine {where}: a student wrote its text; capture its rows with more samples instead")
     if settings.is_in_pieces:
         raise UsageError(f"--refine {where}: it was appended or cut; refine the caches it was made of")
-    if grid_offset(settings.sampling) is None:
+    if settings.grid_offset is None:
         kind = settings.sampling or "independent"
         raise UsageError(f"--refine {where}: its samples ({kind}) are of no grid to draw between; capture it anew")
     if 2 * codec.num_samples > 255:
@@ -361,8 +360,7 @@ class TextData(DataPlan):
 
         self.options = {"data": on_main(pack)}
         with raise_on_all_ranks():
-            sources = open_sources(self.config, [folder])
-        return sources, sources["validation"]
+            return CachedData(self.config, [folder]).prepare(resumed)
 
     def prompts(
         self, width: int | None, resumed: bool, rows: Callable[[], Mapping[str, list[PackedRow]]] | None = None

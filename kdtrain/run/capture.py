@@ -30,7 +30,7 @@ from kdtrain.errors import UsageError, log
 from kdtrain.files import refuse_no_folder
 from kdtrain.models.hub import has_weights
 from kdtrain.models.loading import check_student
-from kdtrain.models.spec import ModelSpec, read_spec, with_weights
+from kdtrain.models.spec import ModelSpec, with_weights
 from kdtrain.objective.divergence import refuse
 from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.parallel.layout import RankLayout
@@ -50,7 +50,7 @@ from kdtrain.run.build_cache import (
     validation_rows,
 )
 from kdtrain.run.folder import check_out, existing_parent, restarted, trial_folder
-from kdtrain.teaching.teacher import MEASURED, Teacher, open_teacher
+from kdtrain.teaching.teacher import MEASURED, Teacher
 from kdtrain.tokenizers.view_format import TEXT
 from kdtrain.training.sources.plan import Ordered
 
@@ -79,7 +79,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
     with raise_on_all_ranks():
         refined = None if config.refine is None else refined_cache(config.refine)
         seq_len = config.data.seq_len if refined is None else refined.manifest.settings.seq_len
-        spec = read_spec(config.teacher, "teachers")
+        spec = ModelSpec.read(config.teacher, "teachers")
         if (remote := config.remote) is not None:
             spec = replace(spec, kind=remote.teacher_kind, weights=None)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
@@ -88,7 +88,7 @@ def capture(config: CacheTeacherConfig, device: torch.device, ordered: Ordered |
         if config.precision == "auto" and (before := earlier.get("precision")) in MODES and before != mode:
             log.info("the teacher runs in %s, as this cache was begun; on %s auto is %s", before, device, mode)
             mode = pick_mode(before, device)
-        teacher = open_teacher(spec, device, mode)
+        teacher = Teacher.open(spec, device, mode)
         if tensor > 1:
             teacher.cut(layout, alike=1)
         if remote is not None:

@@ -45,7 +45,7 @@ from kdtrain.files import (
     temporary_of,
     typed,
 )
-from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec, paths_of
+from kdtrain.models.spec import ATTENTIONS, SELF, ModelSpec
 from kdtrain.models.tokenizer import ChatTokenizer, digest_of, generation_of, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.facts import LOCK, is_environment, is_run
 from kdtrain.ranks import all_gather_object, on_main
@@ -87,8 +87,8 @@ def holds_run(config: DistillConfig) -> bool:
         needed: dict[str, Path | str | None] = {"--load": config.checkpoint.load, "--data": config.data.data}
         needed |= {f"--cache {number}".removesuffix(" 1"): each for number, each in enumerate(config.cache, 1)}
         if config.teacher not in (None, SELF):
-            needed |= paths_of("--teacher", config.teacher, "teachers")
-        needed |= paths_of("--student", config.student)
+            needed |= ModelSpec.paths_of(config.teacher, "--teacher", "teachers")
+        needed |= ModelSpec.paths_of(config.student, "--student")
         refuse_displacing(out, needed)
     else:
         refuse_displacing(out / "student", {})  # which the export replaces, perhaps after days

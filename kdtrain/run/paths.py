@@ -17,7 +17,7 @@ from kdtrain.config.choices import TEXTS
 from kdtrain.config.values import Option, flag
 from kdtrain.config.words import word_meant
 from kdtrain.errors import UsageError, shown_address
-from kdtrain.models.spec import SELF, is_hub_id, read_spec, shipped
+from kdtrain.models.spec import SELF, ModelSpec, is_hub_id, shipped
 from kdtrain.net.address import parse_address
 
 _MOST = 2000
@@ -111,7 +111,7 @@ def _cache(text: str, texts: Mapping[str, str]) -> str | None:
 
 def _spec(text: str, texts: Mapping[str, str], kind: Literal["teachers", "students"] = "students") -> str | None:
     try:
-        read_spec(text, kind)
+        ModelSpec.read(text, kind)
     except UsageError as error:
         return str(error.args[0]).removeprefix(f"{text}: ")
     return None

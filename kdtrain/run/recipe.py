@@ -25,7 +25,7 @@ from kdtrain.imports import optional
 from kdtrain.models.attention import resolve_attention
 from kdtrain.models.hub import ask_config
 from kdtrain.models.loading import is_adapter, is_model_folder, with_weights_of
-from kdtrain.models.spec import ModelSpec, read_spec, teacher_spec, with_weights
+from kdtrain.models.spec import ModelSpec, teacher_spec, with_weights
 from kdtrain.models.tokenizer import digest_of, tokenizer_digest
 from kdtrain.net.address import parse_address
 from kdtrain.objective.divergence import parse, refuse
@@ -41,7 +41,7 @@ from kdtrain.training.sources.plan import DataPlan, Ordered, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 if TYPE_CHECKING:
-    from kdtrain.teaching.online import OnlineTeacher
+    from kdtrain.teaching.teacher import OnlineTeacher
 
 LEARNED_RANGE = (2 / 3, 4.0)
 """Default bounds of a learnable T: far above them T^2 KL rises again without limit."""
@@ -254,7 +254,7 @@ def open_models(
     student = with_base_weights(config, student, formats, device)
     teacher = None
     if config.teacher is not None and config.online:
-        from kdtrain.teaching.online import OnlineTeacher
+        from kdtrain.teaching.teacher import OnlineTeacher
 
         spec = teacher_spec(config.teacher, student)
         spec = with_weights(spec, config.teacher_weights, "--teacher-weights", config.parallel.teacher_parallel)
@@ -404,7 +404,7 @@ def student_spec(config: DistillConfig) -> ModelSpec:
 
     UsageError: it cannot be read, or the options do not fit it.
     """
-    student = read_spec(config.student)
+    student = ModelSpec.read(config.student)
     folder = config.checkpoint.load
     model = folder is not None and is_model_folder(folder)
     if folder is not None and (model or is_adapter(folder)) and config.checkpoint.override_opt_param_scheduler:

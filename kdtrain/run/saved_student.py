@@ -13,7 +13,7 @@ from kdtrain.errors import RunError, UsageError, log, printable
 from kdtrain.files import refuse_leading_out, typed
 from kdtrain.models.head import SplitModel, split
 from kdtrain.models.loading import is_model_folder, load_student, model_of, with_weights_of
-from kdtrain.models.spec import ModelSpec, read_spec, shipped
+from kdtrain.models.spec import ModelSpec, shipped
 from kdtrain.models.tokenizer import generation_from
 from kdtrain.monitor.facts import is_run
 from kdtrain.run.folder import TOKENIZER
@@ -64,7 +64,7 @@ def tokenizer_place(name: str, kind: Kind = "students") -> Path | str | None:
     ships = name in shipped(kind)
     if not ships and (is_run(path) or is_checkpoint(path.resolve())):
         return tokenizer_of_run(path if is_run(path) else run_of(path))
-    spec = read_spec(name, kind)
+    spec = ModelSpec.read(name, kind)
     return spec.tokenizer or spec.source
 
 
@@ -73,7 +73,7 @@ def open_student(name: str, device: torch.device, kind: Kind = "students") -> Op
 
     Args:
         name: a run (its best checkpoint, or the newest where none is best), a checkpoint, or a model spec. A bare name
-            that ships is the student that ships, as in `read_spec`; `./NAME` is a folder.
+            that ships is the student that ships, as in `ModelSpec.read`; `./NAME` is a folder.
         device: the student's device.
         kind: whose names ship.
     """
@@ -93,7 +93,7 @@ def open_student(name: str, device: torch.device, kind: Kind = "students") -> Op
             lambda: checkpoint_of(path, "best"),
             lambda found: OpenedStudent(student_at(found, device), tokenizer, found),
         )
-    spec = read_spec(name, kind)
+    spec = ModelSpec.read(name, kind)
     if spec.init == "scratch":
         log.warning("%s is a spec of fresh weights, which nothing has trained; of a run, name its folder", name)
     loaded = split(load_student(spec, vocab_size=None, seed=0, device=str(device)))
@@ -154,7 +154,7 @@ def base_spec(state: Mapping[str, Any], base: ModelSpec | None) -> ModelSpec:
         return base
     options = state["options"]
     try:
-        found = read_spec(typed(options.get("run", {}).get("student"), str))
+        found = ModelSpec.read(typed(options.get("run", {}).get("student"), str))
         if found.trust_remote_code:
             raise UsageError(f"{found.name} has trust_remote_code = true, which a run may not turn on")
         folder = options.get("checkpoint", {}).get("load")

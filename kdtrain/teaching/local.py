@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
 from kdtrain.cache.write.answers import ShardAnswers
@@ -40,7 +40,6 @@ from kdtrain.models.loading import (
     vocabulary,
 )
 from kdtrain.models.output_head import HeadPart
-from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.engine.matmul import wide_product
 from kdtrain.objective.targets import OnlineTargets
@@ -50,8 +49,7 @@ from kdtrain.parallel.memory_plan import USABLE
 from kdtrain.parallel.parallelize import reshard, shard
 from kdtrain.precision.compiled import CompiledLayers
 from kdtrain.precision.modes import autocast, compiles_teacher
-from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.teaching.teacher import Writing, register_teacher
+from kdtrain.teaching.teacher import OnlineTeacher, Writing, register_teacher
 from kdtrain.teaching.writing import WrittenAnswers, refuse_other_logits
 
 
@@ -69,15 +67,6 @@ class LocalTeacher(OnlineTeacher):
     _cut: tuple[RankLayout, int] | None = None
     _in_turns: Callable[..., Any] | None = None
     """Calls the model of tensor ranks, which may have sequences of their own."""
-
-    @classmethod
-    def of(cls, model: SplitModel | PreTrainedModel, mode: str = "fp32") -> "LocalTeacher":
-        """Make the teacher of a model that is loaded already, in evaluation mode."""
-        model = model if isinstance(model, SplitModel) else split(model)
-        name = type(model.model).__name__
-        teacher = cls(ModelSpec(name=name, source=name), model.model.device, mode)
-        teacher._use(model)
-        return teacher
 
     def __str__(self) -> str:
         how = f"{self.mode} on {self.device}"
@@ -133,7 +122,7 @@ class LocalTeacher(OnlineTeacher):
         self._refuse_weights()
         later = sharded or self.spec.weights is not None or self._cut is not None
         model = load_teacher(self.spec, "cpu" if later else str(self.device))
-        self._use(split(model.float() if self.mode == "fp32" else model))
+        self.use(split(model.float() if self.mode == "fp32" else model))
         if not self.model.fused:
             log.info("teacher %s: output head not split off: %s", self.name, self.model.reason)
 
@@ -141,7 +130,7 @@ class LocalTeacher(OnlineTeacher):
         if self.spec.weights is not None:
             refuse_weights(self.spec.weights, "--teacher-weights", self.device)
 
-    def _use(self, model: SplitModel) -> None:
+    def use(self, model: SplitModel) -> None:
         self.model = model
         head = model.head
         weight, bias = (None if each is None else each.detach().to(self.device) for each in (head.weight, head.bias))
@@ -162,11 +151,11 @@ class LocalTeacher(OnlineTeacher):
         if device.type == "cuda" and size > USABLE / 2 * torch.cuda.mem_get_info(device)[0]:
             self.device = torch.device("cpu")
             kept = kept[:1]
-        self._use(self.model.to(self.device))
+        self.use(self.model.to(self.device))
         whole = self._loss(kept, document_mask) if kept else None
         self.device = device
         pack(self.model.model, kind, fused=self.model.fused, device=device)
-        self._use(self.model)
+        self.use(self.model)
         if whole is not None:
             loss = self._loss(kept, document_mask)
             rows_, tokens = sum(len(each.tokens) for each in kept), sum(int(each.loss_mask.sum()) for each in kept)
@@ -345,7 +334,7 @@ class SelfTeacher(LocalTeacher):
         if not adapted(student):
             raise UsageError("--teacher self is the student without its adapters, and it has none; add --lora-rank")
         self._digest = student.base
-        self._use(student)
+        self.use(student)
 
     def prepare(self, *, mesh: Any = None, compile: bool = False) -> None:
         """Do nothing: the student is sharded and compiled; without its adapters it runs as it is."""

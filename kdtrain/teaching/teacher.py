@@ -1,34 +1,40 @@
 """What a teacher is: tokens in; hidden states, logits or a top-k out; who it is, what it costs, how it is sharded.
 
 A spec names the kind of its teacher (`kind`, by default `local`), and the kind is a class that `register_teacher` adds.
-A cache is built from its `answers`; one that may also teach a run while it trains is an `online.OnlineTeacher`.
+A cache is built from its `answers`; one that may also teach a run while it trains is an `OnlineTeacher`.
 
 The stages of a teacher, so that the memory plan comes before the weights, and an error of one rank before collectives:
 
-    open_teacher            reads configurations only; `vocab_size` and `footprint` are known
+    open                    reads configurations only; `vocab_size` and `footprint` are known
     cut                     the same; plans the parts of tensor ranks
     load, check, meet       one rank at a time may fail
     pack                    the same; weights in fewer bits, where the spec asks for them, and their cost
     prepare                 cuts, shards and compiles; every rank must call it
     targets, answers        in any number
+
+Shape suffixes: B sequences, T positions, N tokens (B*T), V vocabulary, D width.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from einops import rearrange
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kdtrain.cache.format.manifest import CacheSettings, WeightsCost
-from kdtrain.cache.write.answers import ShardAnswers
+from kdtrain.cache.write.answers import LogitAnswers, ShardAnswers
 from kdtrain.config.choices import TEACHERS
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import UsageError
+from kdtrain.models.head import SplitModel, split
 from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer
 from kdtrain.objective.batch import Batch
+from kdtrain.objective.targets import DenseTargets
 from kdtrain.parallel.footprint import ModelFootprint
 from kdtrain.parallel.layout import RankLayout
 
@@ -75,6 +81,12 @@ class Teacher:
 
     def __init__(self, spec: ModelSpec, device: torch.device, mode: str) -> None:
         self.spec, self.device, self.mode = spec, device, mode
+
+    @staticmethod
+    def open(spec: ModelSpec, device: torch.device, mode: str) -> "Teacher":
+        """Open the teacher of a spec, not loaded yet. UsageError: no such kind, or the kind refuses the spec."""
+        teacher: Teacher = TEACHERS.get(spec.kind)(spec, device, mode)
+        return teacher
 
     def __str__(self) -> str:
         return self.name
@@ -151,18 +163,83 @@ class Teacher:
         raise NotImplementedError
 
 
+class OnlineTeacher(Teacher):
+    """A teacher of one kind; a subclass has at least `vocab_size`, `digest` and `logits`."""
+
+    sharded = False
+    """True if a forward needs all ranks."""
+
+    @staticmethod
+    def open(spec: ModelSpec, device: torch.device, mode: str) -> "OnlineTeacher":
+        """Open the teacher of a spec. UsageError: as `Teacher.open`, or it cannot teach a run."""
+        found = Teacher.open(spec, device, mode)
+        if not isinstance(found, OnlineTeacher):
+            raise UsageError(
+                f"the teacher {found} gives a top-k only; make a cache with cache-teacher, and give --cache"
+            )
+        return found
+
+    @staticmethod
+    def of(model: SplitModel | PreTrainedModel, mode: str = "fp32") -> "OnlineTeacher":
+        """Make the teacher of a model that is loaded already, in evaluation mode."""
+        model = model if isinstance(model, SplitModel) else split(model)
+        name = type(model.model).__name__
+        teacher = OnlineTeacher.open(ModelSpec(name=name, source=name), model.model.device, mode)
+        teacher.use(model)
+        return teacher
+
+    def use(self, model: SplitModel) -> None:
+        """Take a model that is loaded, in place of `load`."""
+        raise NotImplementedError
+
+    def footprint(self, seq_len: int) -> ModelFootprint | None:
+        """Return by default the memory of the logits alone, [B, T, V] in fp32, once while made and once as targets."""
+        size = self.vocab_size
+        sizes: dict[str, Any] = {"vocabulary": size, "width": size, "parameters": 0, "layers": 0, "in_layers": 0}
+        return ModelFootprint(name=self.name, tied=False, kept=4.0 * size, **sizes)
+
+    def meet(self, student: SplitModel) -> None:
+        """Take from the student what the teacher shares with it; called once, when the student is loaded and whole."""
+
+    def logits(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+        """Return logits [B, T, V] of the next token, in fp32 on any device, without gradients.
+
+        tokens_BT: int64, on any device. segments_BT: number of the document of each position; None: no document mask.
+        """
+        raise NotImplementedError
+
+    def targets(
+        self, batch: Batch, vocab_size: int, *, document_mask: bool = False, layers: tuple[int, ...] = ()
+    ) -> Batch:
+        """Return `batch` with targets over the first `vocab_size` entries, and the states of `layers`; no gradients.
+
+        layers: see `layer_widths`.
+        """
+        assert not layers, "layer_widths refuses them"
+        with torch.no_grad():
+            logits_BTV = self.logits(batch.tokens[:, :-1], batch.segments if document_mask else None)
+        labels_N = rearrange(batch.tokens[:, 1:], "B T -> (B T)")
+        logits_NV = rearrange(logits_BTV.to(labels_N.device), "B T V -> (B T) V")
+        return replace(batch, targets=DenseTargets.from_logits(logits_NV, labels_N, vocab_size))
+
+    def layer_widths(self) -> list[int]:
+        """Return D of the embedding and of each layer, for the hidden-state loss.
+
+        UsageError: the teacher gives no hidden states.
+        """
+        raise UsageError(f"a teacher of kind {self.spec.kind} gives no hidden states; leave --hidden-loss out")
+
+    def answers(self, settings: CacheSettings) -> ShardAnswers:
+        """Return answers from a forward for each batch."""
+        return LogitAnswers(self.logits, settings, self.sharded)
+
+
 Kind = TypeVar("Kind", bound=Callable[[ModelSpec, torch.device, str], Teacher])
 
 
 def register_teacher(name: str, *, help: str = "") -> Callable[[Kind], Kind]:
-    """Return a decorator that makes a subclass of `Teacher` the teacher of specs with `kind = NAME`.
+    """Return a decorator that makes a subclass of `OnlineTeacher` the teacher of specs with `kind = NAME`.
 
     help: a line about it; by default the first line of the docstring.
     """
     return TEACHERS.registers(name, help)
-
-
-def open_teacher(spec: ModelSpec, device: torch.device, mode: str) -> Teacher:
-    """Open the teacher of a spec, not loaded yet. UsageError: no such kind, or the kind refuses the spec."""
-    teacher: Teacher = TEACHERS.get(spec.kind)(spec, device, mode)
-    return teacher

@@ -31,7 +31,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from kdtrain.cache.format.codec import draw_points, encode, uniforms
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.write.answers import Encode, Logits, ShardAnswers, ShardRows
 from kdtrain.errors import UsageError
 from kdtrain.models.generate import draw
@@ -147,7 +146,7 @@ class _Kept:
         self._shape = rows.loss_mask.shape
         self.arrays: Arrays = {"broken": np.zeros(len(rows), bool)}
         """As `codec.encode_sequences` makes them."""
-        offset = grid_offset(settings.sampling) or Fraction(0)
+        offset = settings.grid_offset or Fraction(0)
         number = self._spec.num_samples
         place = [(settings.seed, rows.split, row, self._shape[1]) for row in range(rows.first, rows.first + len(rows))]
         self._points_BTD = np.stack([draw_points(*each, number, offset) for each in place]) if number else None

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from kdtrain.config.choices import OBSERVERS
 from kdtrain.config.commands import DistillConfig
-from kdtrain.config.registered import OBSERVERS
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.loss import LossOutput
 from kdtrain.training.student import Student

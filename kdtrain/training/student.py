@@ -395,6 +395,10 @@ class Student(PreTrainedModel):
         finally:
             self.backbone, self.compile_objective = before
 
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a forward runs in its mode."""
+        return autocast(self.mode, self.device)
+
     @contextlib.contextmanager
     def decoding(self) -> Iterator["Decoder"]:
         """Yield the student as `models.generate` takes it: in evaluation mode within the block, and never quantised.
@@ -404,7 +408,7 @@ class Student(PreTrainedModel):
 
         @contextlib.contextmanager
         def inside() -> Iterator[None]:
-            with self.switch.at("high"), autocast(self.mode, self.device):
+            with self.switch.at("high"), self.autocast():
                 yield
 
         from kdtrain.models.generate import decoding

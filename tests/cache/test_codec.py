@@ -1,5 +1,6 @@
 """The codecs against the dense teacher in fp64; grids of samples that add up; a top-k from elsewhere."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from kdtrain.cache.format.codec import decode, draw_points, encode, encode_sequences, keep
 from kdtrain.cache.format.compression import Coding
-from kdtrain.cache.format.spec import ABSENT, KNOTS, CodecSpec, grid_name, grid_offset
+from kdtrain.cache.format.manifest import CacheSettings
+from kdtrain.cache.format.spec import ABSENT, KNOTS, CodecSpec
 from kdtrain.errors import UsageError
 from kdtrain.objective.targets import DenseTargets, SparseTargets
 from tests.cache.test_coding import unpacked
@@ -216,10 +218,11 @@ def test_a_grid_is_uniform_and_of_its_seed_split_and_sequence_alone() -> None:
 
 
 def test_the_name_of_a_grid_says_its_offset() -> None:
-    assert [grid_name(Fraction(0)), grid_name(Fraction(2, 100))] == ["grid", "grid+1/50"]
-    assert grid_offset("grid+1/50") == Fraction(1, 50) and grid_offset("grid") == 0
+    settings = CacheSettings(codec=CodecSpec(kind="tokens", vocab_size=4), seq_len=1, tokenizer_size=4)
+    assert [settings.on_grid(Fraction(each, 100)).sampling for each in (0, 2)] == ["grid", "grid+1/50"]
+    assert [settings.on_grid(Fraction(each, 50)).grid_offset for each in (0, 1)] == [0, Fraction(1, 50)]
     for other in (None, "systematic", "mixture", "grid+1/0", "grid+3/2", "grid+1/9999999", "grid+-1/2"):
-        assert grid_offset(other) is None
+        assert replace(settings, sampling=other).grid_offset is None
 
 
 def test_sequences_of_counts_are_stored_again_as_they_were(codecs: dict[str, CodecSpec]) -> None:

@@ -13,10 +13,10 @@ from kdtrain.cache.read.reader import CacheReader
 from kdtrain.cache.write.writer import write_cache
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.packing import packed_rows
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.objective.targets import SparseTargets
-from kdtrain.teaching.teacher import open_teacher
+from kdtrain.teaching.teacher import Teacher
 
 SPEC = Path(__file__).parents[2] / "teachers" / "stdlib-5m.toml"
 SPLITS, LENGTH = {"train": 6, "validation": 6}, 256
@@ -36,8 +36,8 @@ class Shipped:
 def shipped() -> Shipped:
     if not (SPEC.with_suffix("") / "model.safetensors").exists():
         pytest.skip("the shipped teacher is not here; make teacher makes it")
-    spec, cpu = read_spec(str(SPEC)), torch.device("cpu")
-    teacher = open_teacher(spec, cpu, "fp32")
+    spec, cpu = ModelSpec.read(str(SPEC)), torch.device("cpu")
+    teacher = Teacher.open(spec, cpu, "fp32")
     teacher.load()
     data, tokenizer = DataConfig(data="stdlib", seq_len=LENGTH, num_workers=0), load_tokenizer(spec)
     parts = {split: list(packed_rows(data, split, tokenizer, number)) for split, number in SPLITS.items()}

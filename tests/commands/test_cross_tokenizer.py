@@ -14,12 +14,11 @@ from kdtrain import faults
 from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.library import Cache
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.run.folder import changes
 from kdtrain.testing import END_OF_TEXT, tiny_model, write_model_folder
 from kdtrain.tokenizers import alignment as alignments
-from kdtrain.training.sources.cache import CachedData
-from kdtrain.training.sources.plan import PlanRequest
+from kdtrain.training.sources.plan import CachedData, PlanRequest
 from tests.token_kinds import train
 from tests.web import serving
 
@@ -170,7 +169,7 @@ def words_model():
 
 def planned(config):
     """Plan what a run of `config` would read."""
-    student, more = read_spec(config.student), {"device": torch.device("cpu"), "held": ExitStack(), "trial": False}
+    student, more = ModelSpec.read(config.student), {"device": torch.device("cpu"), "held": ExitStack(), "trial": False}
     more |= {"capturing": None, "teacher": None, "names": (*config.plans,)}
     return PlanRequest(config=config, student=student, **more).next()
 

@@ -13,7 +13,7 @@ from kdtrain.commands import distill
 from kdtrain.precision import modes
 from kdtrain.run import build, recipe, trial
 from kdtrain.run.build_cache import TextData
-from kdtrain.training.sources.cache import open_sources
+from kdtrain.training.sources.plan import CachedData
 
 RUN = ("--cache", "cache", "--student", "student.toml", "--out", "x", "--batch-size", "8", "--precision", "fp32")
 
@@ -127,7 +127,7 @@ def test_a_new_run_takes_the_faster_attention_and_a_resumed_one_that_of_its_chec
     text = ("--data", "text.txt", "--student", "student.toml", "--precision", "bf16", "--out", "z", "--batch-size", "8")
     for more, expected in ((), "eager"), (("--document-mask",), "sdpa"), (("--seq-len", "257"), "sdpa"):
         config = cli.parse("distill", [*text, "--seq-len", "32", "--num-workers", "0", *more])
-        sources = open_sources(config, ["cache"])
+        sources = CachedData(config, ["cache"]).sources
         monkeypatch.setattr(TextData, "prepare", lambda *_: (sources, sources["validation"]))  # noqa: B023
         assert recipe.resolve(config, torch.device("cpu"), ExitStack(), config.out).student.attention == expected
     begun = ("distill", *RUN, "--precision", "bf16", "--steps", "2")

@@ -8,7 +8,7 @@ import torch
 from kdtrain import cli, ranks
 from kdtrain.cache.format.manifest import read_manifest
 from kdtrain.errors import UsageError
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.parallel import footprint, memory_plan
 from kdtrain.parallel.memory_plan import USABLE
 
@@ -20,7 +20,7 @@ def job(config):
     """Return the sizes of the run of a cache in fp32."""
     cached = read_manifest(*config.cache).settings
     return memory_plan.job_of(
-        config, "fp32", torch.device("cpu"), read_spec(config.student), cached.seq_len, cached.vocab_size
+        config, "fp32", torch.device("cpu"), ModelSpec.read(config.student), cached.seq_len, cached.vocab_size
     )
 
 

@@ -29,7 +29,7 @@ from kdtrain.models.loading import (
     model_of,
     with_weights_of,
 )
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
@@ -37,7 +37,7 @@ TOKENS_BT = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(
 
 
 def student(source, vocab_size=None):
-    return load_student(read_spec(str(source)), vocab_size=vocab_size, seed=0, device="cpu")
+    return load_student(ModelSpec.read(str(source)), vocab_size=vocab_size, seed=0, device="cpu")
 
 
 def is_tied(model):
@@ -81,7 +81,7 @@ def test_each_tensor_of_a_student_is_in_its_export_also_a_head_that_its_configur
         rebuilt = model_of("it", architecture(made), "sdpa")
         yours = split(AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-in"), keep_attention=True).model
         yours.tie_weights()  # as Trainer and accelerate do
-        teacher = load_teacher(read_spec(str(tmp_path / f"{name}-in")), "cpu")
+        teacher = load_teacher(ModelSpec.read(str(tmp_path / f"{name}-in")), "cpu")
         for each in (made, loaded, rebuilt, yours, teacher):
             assert is_tied(each) == each.config.tie_word_embeddings == is_tied(theirs)
         assert model_digest(yours) == model_digest(theirs)
@@ -90,7 +90,7 @@ def test_each_tensor_of_a_student_is_in_its_export_also_a_head_that_its_configur
 def test_an_export_with_a_head_of_its_own_has_weights_of_a_folder_that_calls_it_tied_and_not_of_a_config(tmp_path):
     with_a_head_of_its_own(tmp_path / "in", "llama")
     export_model(student(tmp_path / "in"), None, tmp_path / "out")
-    assert with_weights_of(tmp_path / "out", read_spec(str(tmp_path / "in"))).source == str(tmp_path / "out")
+    assert with_weights_of(tmp_path / "out", ModelSpec.read(str(tmp_path / "in"))).source == str(tmp_path / "out")
     stated = ModelSpec(name="small", config={**SHAPES["llama"], "tie_word_embeddings": True}, init="scratch")
     with pytest.raises(UsageError, match="has tie_word_embeddings = False, and small True; give --student"):
         with_weights_of(tmp_path / "out", stated)
@@ -252,7 +252,7 @@ def test_the_tokenizer_of_a_spec_is_its_own_or_its_sources_or_its_teachers(tmp_p
     folder = str(tmp_path / "m")
     own = ModelSpec(name="s", source=folder, tokenizer=str(tmp_path / "tokenizer"))
     teachers = ModelSpec(name="s", init="teacher-layers", teacher=folder, layers=(0,))
-    sizes = [len(load_tokenizer(each)) for each in (own, read_spec(folder), teachers, tmp_path / "tokenizer")]
+    sizes = [len(load_tokenizer(each)) for each in (own, ModelSpec.read(folder), teachers, tmp_path / "tokenizer")]
     assert sizes == [320, 310, 310, 320]
     with pytest.raises(UsageError, match="s: this spec names no tokenizer"):
         load_tokenizer(ModelSpec(name="s", config={"model_type": "llama"}, init="scratch"))
@@ -305,7 +305,7 @@ def test_a_model_folder_that_cannot_be_loaded_is_refused_in_one_line_that_names_
     folder = write_model_folder(tmp_path / "m", tiny_model())
     damage(folder)
     with pytest.raises(UsageError) as caught:
-        load_teacher(read_spec(str(folder)), "cpu")
+        load_teacher(ModelSpec.read(str(folder)), "cpu")
     message = str(caught.value)
     assert message.startswith(f"{folder}: ") and line in message
     assert "\n" not in message and len(message) < 400
@@ -317,7 +317,7 @@ def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path):
         load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, lambda source: load_teacher(read_spec(source), "cpu")])
+@pytest.mark.parametrize("load", [load_tokenizer, lambda source: load_teacher(ModelSpec.read(source), "cpu")])
 def test_a_hub_id_that_cannot_be_reached_is_refused_in_one_line(load):
     with pytest.raises(UsageError) as caught:
         load("no-such-org/no-such-model")
@@ -362,7 +362,7 @@ def test_out_of_memory_is_not_taken_for_a_wrong_spec(tmp_path, monkeypatch):
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        load_teacher(read_spec(str(folder)), "cpu")
+        load_teacher(ModelSpec.read(str(folder)), "cpu")
 
 
 def test_loading_prints_nothing_in_a_command(tmp_path):
@@ -371,8 +371,8 @@ def test_loading_prints_nothing_in_a_command(tmp_path):
         "import os, sys; from kdtrain import cli, imports; os.environ |= cli.QUIET; "
         "quiet = imports.quiet_libraries(); quiet.__enter__(); "
         "from kdtrain.models.loading import *; from kdtrain.models.tokenizer import *; "
-        "from kdtrain.models.spec import read_spec; "
-        "load_student(read_spec(sys.argv[1]), vocab_size=None, seed=0, device='cpu'); load_tokenizer(sys.argv[1])"
+        "from kdtrain.models.spec import ModelSpec; "
+        "load_student(ModelSpec.read(sys.argv[1]), vocab_size=None, seed=0, device='cpu'); load_tokenizer(sys.argv[1])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

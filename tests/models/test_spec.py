@@ -7,7 +7,7 @@ import pytest
 
 from kdtrain.config.sections import LoraConfig
 from kdtrain.errors import UsageError
-from kdtrain.models.spec import ModelSpec, paths_of, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.testing import tiny_model, write_model_folder
 
 CONFIG = "[config]\nmodel_type = 'llama'\n"
@@ -20,7 +20,7 @@ def write(tmp_path, text):
 
 
 def test_a_toml_gives_its_values_and_defaults_for_the_rest(tmp_path):
-    spec = read_spec(write(tmp_path, "dtype = 'bfloat16'\nsource = 'org/name'\nrevision = 'v1'\n"))
+    spec = ModelSpec.read(write(tmp_path, "dtype = 'bfloat16'\nsource = 'org/name'\nrevision = 'v1'\n"))
     assert spec == ModelSpec(name="spec", source="org/name", dtype="bfloat16", revision="v1")
     assert (spec.attention, spec.init, spec.trust_remote_code) == ("auto", "pretrained", False)
 
@@ -30,22 +30,22 @@ def test_paths_in_a_toml_are_relative_to_the_toml(tmp_path, monkeypatch):
     (tmp_path / "models" / "m").mkdir(parents=True)
     (tmp_path / "specs" / "a.toml").write_text("source = '../models/m'\ntokenizer = '../models/m'\n")
     monkeypatch.chdir(tmp_path)
-    spec = read_spec("specs/a.toml")
+    spec = ModelSpec.read("specs/a.toml")
     assert (spec.source, spec.tokenizer) == ("models/m", "models/m")
     layers = "init = 'teacher-layers'\nlayers = [1, 0]\nteacher = 'a.toml'\n"
     (tmp_path / "specs" / "b.toml").write_text(layers)
-    assert (read_spec("specs/b.toml").teacher, read_spec("specs/b.toml").layers) == ("specs/a.toml", (1, 0))
+    assert (ModelSpec.read("specs/b.toml").teacher, ModelSpec.read("specs/b.toml").layers) == ("specs/a.toml", (1, 0))
 
 
 def test_a_teacher_of_another_kind_needs_a_tokenizer_alone_and_has_options_of_its_own(tmp_path):
-    spec = read_spec(write(tmp_path, "kind = 'table'\ntokenizer = 'org/name'\n[options]\nseed = 3\n"))
+    spec = ModelSpec.read(write(tmp_path, "kind = 'table'\ntokenizer = 'org/name'\n[options]\nseed = 3\n"))
     assert (spec.kind, spec.source, spec.options) == ("table", None, {"seed": 3})
-    assert read_spec("org/name").kind == "local"
+    assert ModelSpec.read("org/name").kind == "local"
 
 
 def test_a_table_of_adapters_has_the_names_of_the_options_without_their_beginning(tmp_path):
     text = "source = 'org/name'\n[lora]\nrank = 8\nalpha = 16\ntargets = ['q_proj', 'v_proj']\nlayers = 2\n"
-    lora = read_spec(write(tmp_path, text)).lora
+    lora = ModelSpec.read(write(tmp_path, text)).lora
     assert lora == LoraConfig(lora_rank=8, lora_alpha=16, lora_targets="q_proj,v_proj", lora_layers=2)
     whole = LoraConfig(lora_rank=8, lora_alpha=16, lora_dropout=0.0, lora_targets="q_proj,v_proj", lora_layers=2)
     assert LoraConfig().over(lora) == whole
@@ -65,18 +65,18 @@ def test_a_table_of_adapters_has_the_names_of_the_options_without_their_beginnin
 )
 def test_a_table_of_adapters_that_is_none_is_refused(tmp_path, table, message):
     with pytest.raises(UsageError) as refused:
-        read_spec(write(tmp_path, f"source = 'org/name'\n{table}\n"))
+        ModelSpec.read(write(tmp_path, f"source = 'org/name'\n{table}\n"))
     assert message in refused.value.args[0]
 
 
 def test_a_configuration_without_init_starts_from_scratch(tmp_path):
-    assert read_spec(write(tmp_path, CONFIG)).init == "scratch"
+    assert ModelSpec.read(write(tmp_path, CONFIG)).init == "scratch"
 
 
 def test_a_model_folder_and_a_run_with_an_exported_student_are_specs(tmp_path):
     write_model_folder(tmp_path / "run" / "student", tiny_model())
-    assert read_spec(str(tmp_path / "run" / "student")).source == str(tmp_path / "run" / "student")
-    run = read_spec(str(tmp_path / "run"))
+    assert ModelSpec.read(str(tmp_path / "run" / "student")).source == str(tmp_path / "run" / "student")
+    run = ModelSpec.read(str(tmp_path / "run"))
     assert (run.name, run.source) == ("run", str(tmp_path / "run" / "student"))
 
 
@@ -84,27 +84,27 @@ def test_a_shipped_name_wins_over_a_folder_of_that_name_which_is_found_by_its_pa
     write_model_folder(tmp_path / "stdlib-1m" / "student", tiny_model())
     write_model_folder(tmp_path / "stdlib-5m", tiny_model())
     monkeypatch.chdir(tmp_path)
-    assert read_spec("stdlib-1m").config and read_spec("./stdlib-1m").source == "stdlib-1m/student"
-    assert "stdlib-1m" not in paths_of("--student", "stdlib-1m").values(), "a run may be written there"
+    assert ModelSpec.read("stdlib-1m").config and ModelSpec.read("./stdlib-1m").source == "stdlib-1m/student"
+    assert "stdlib-1m" not in ModelSpec.paths_of("stdlib-1m", "").values(), "a run may be written there"
     layers = "init = 'teacher-layers'\nlayers = [1, 0]\nteacher = "
     sources = []
     for name in ("stdlib-5m", "./stdlib-5m"):
         (tmp_path / "spec.toml").write_text(f"{layers}'{name}'\n")
-        sources.append(read_spec(read_spec("spec.toml").teacher, "teachers").source)
-    assert sources == [read_spec("stdlib-5m", "teachers").source, "stdlib-5m"]
+        sources.append(ModelSpec.read(ModelSpec.read("spec.toml").teacher, "teachers").source)
+    assert sources == [ModelSpec.read("stdlib-5m", "teachers").source, "stdlib-5m"]
 
 
 def test_a_toml_names_what_ships_where_nothing_of_that_name_lies_beside_it(tmp_path):
-    ships = read_spec("stdlib-5m", "teachers").source
-    named = read_spec(str(write(tmp_path, "tokenizer = 'stdlib-5m'\nsource = 'stdlib-5m'")))
+    ships = ModelSpec.read("stdlib-5m", "teachers").source
+    named = ModelSpec.read(str(write(tmp_path, "tokenizer = 'stdlib-5m'\nsource = 'stdlib-5m'")))
     assert (named.tokenizer, named.source) == (ships, ships) and Path(ships, "tokenizer.json").is_file()
     (tmp_path / "stdlib-5m").mkdir()
-    beside = read_spec(str(write(tmp_path, "source = 'stdlib-5m'")))
+    beside = ModelSpec.read(str(write(tmp_path, "source = 'stdlib-5m'")))
     assert Path(beside.source) == tmp_path / "stdlib-5m"
 
 
 def test_a_hub_id_is_a_spec_and_is_not_looked_up():
-    assert read_spec("no-such-org/no-such-model").source == "no-such-org/no-such-model"
+    assert ModelSpec.read("no-such-org/no-such-model").source == "no-such-org/no-such-model"
 
 
 @pytest.mark.parametrize(
@@ -128,20 +128,20 @@ def test_a_spec_that_is_not_a_file_a_folder_or_a_hub_id_is_refused_in_one_line(t
     (tmp_path / "unexported" / "config.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        read_spec(spec)
+        ModelSpec.read(spec)
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("beside", ["config.json", "checkpoints/step-00000001/state.json", "adapter_config.json"])
 def test_a_pattern_that_may_have_been_downloaded_is_refused_and_names_are_not(tmp_path, beside):
     spec = write(tmp_path, "source = 'org/name'\n[lora]\nrank = 8\ntargets = '(a|a)*b'\n")
-    assert read_spec(spec).lora.lora_pattern == "(a|a)*b"
+    assert ModelSpec.read(spec).lora.lora_pattern == "(a|a)*b"
     (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / beside).write_text("{}")
     with pytest.raises(UsageError, match=r"a regular expression as targets in \[lora\] must be in a spec of your own"):
-        read_spec(spec)
+        ModelSpec.read(spec)
     names = write(tmp_path, "source = 'org/name'\n[lora]\nrank = 8\ntargets = 'q_proj,v_proj'\n")
-    assert read_spec(names).lora.lora_names == ["q_proj", "v_proj"]
+    assert ModelSpec.read(names).lora.lora_names == ["q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_pattern_that_may_have_been_downloaded_is_refused_and_names_are_not(tm
 def test_a_wrong_toml_is_refused_in_one_line_that_names_file_and_key(tmp_path, text, line):
     path = write(tmp_path, text)
     with pytest.raises(UsageError) as caught:
-        read_spec(path)
+        ModelSpec.read(path)
     assert str(caught.value).startswith(path) and line in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -195,4 +195,4 @@ def test_two_specs_that_name_each_other_as_teacher_are_refused(tmp_path):
         text = f"init = 'teacher-layers'\nlayers = [0]\nteacher = '{other}.toml'\n"
         (tmp_path / f"{own}.toml").write_text(text)
     with pytest.raises(UsageError, match=r"without end: .*a\.toml -> .*b\.toml -> .*a\.toml -> .*b\.toml \.\.\."):
-        read_spec(str(tmp_path / "a.toml"))
+        ModelSpec.read(str(tmp_path / "a.toml"))

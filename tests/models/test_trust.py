@@ -15,7 +15,7 @@ from kdtrain.errors import UsageError
 from kdtrain.models import hub, loading
 from kdtrain.models.hub import ask_config, save_tokenizer
 from kdtrain.models.loading import architecture, load_student, load_teacher, model_of
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.testing import SHAPES, tiny_model, tiny_tokenizer, write_model_folder
 
@@ -65,7 +65,7 @@ def entries(folder, file="config.json", **values):
 
 
 def as_model(folder):
-    return load_teacher(read_spec(str(folder)), "cpu")
+    return load_teacher(ModelSpec.read(str(folder)), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_code_beside_a_model_that_transformers_has_itself_is_not_run(folder, mar
 def test_code_runs_if_your_own_spec_allows_it(folder, mark, tmp_path):
     entries(folder, model_type="mine", auto_map=OWN_CODE)
     (tmp_path / "own.toml").write_text("source = 'm'\ntrust_remote_code = true\n")
-    load_teacher(read_spec(str(tmp_path / "own.toml")), "cpu")
+    load_teacher(ModelSpec.read(str(tmp_path / "own.toml")), "cpu")
     assert mark.exists()
 
 
@@ -143,14 +143,14 @@ def test_a_spec_inside_a_folder_that_may_be_downloaded_cannot_trust_it(tmp_path,
     )
     for path in (spec, tmp_path / "link.toml", tmp_path / "student.toml"):
         with pytest.raises(UsageError, match=f"spec of your own, and this one lies with .*/downloaded/{mark_of}"):
-            read_spec(str(path))
+            ModelSpec.read(str(path))
 
 
 def test_a_link_in_a_model_folder_to_a_spec_elsewhere_gives_no_trust(folder, tmp_path):
     (tmp_path / "own.toml").write_text("source = '.'\ntrust_remote_code = true\n")
     (folder / "spec.toml").symlink_to(tmp_path / "own.toml")
     with pytest.raises(UsageError, match="must be in a spec of your own"):
-        read_spec(str(folder / "spec.toml"))
+        ModelSpec.read(str(folder / "spec.toml"))
 
 
 def test_the_trust_of_a_teachers_spec_does_not_extend_to_the_student(folder, tmp_path):
@@ -158,9 +158,9 @@ def test_the_trust_of_a_teachers_spec_does_not_extend_to_the_student(folder, tmp
     text = "init = 'teacher-layers'\nteacher = 'teacher.toml'\nlayers = [0]\n"
     (tmp_path / "s.toml").write_text(text)
     with pytest.raises(UsageError, match="its teacher teacher needs to run code; set trust_remote_code = true here"):
-        read_spec(str(tmp_path / "s.toml"))
+        ModelSpec.read(str(tmp_path / "s.toml"))
     (tmp_path / "s.toml").write_text(text + "trust_remote_code = true\n")
-    assert read_spec(str(tmp_path / "s.toml")).trust_remote_code
+    assert ModelSpec.read(str(tmp_path / "s.toml")).trust_remote_code
 
 
 def test_a_part_of_a_composite_model_cannot_bring_code(folder, mark):
@@ -338,7 +338,7 @@ def test_a_non_finite_weight_of_a_teacher_is_reported_as_the_teachers(folder):
 def test_sampling_settings_that_transformers_would_not_write_do_not_stop_an_export(folder, tmp_path):
     settings = {"do_sample": False, "temperature": 0.3, "eos_token_id": 299}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    student = load_student(read_spec(str(folder)), vocab_size=None, seed=0, device="cpu")
+    student = load_student(ModelSpec.read(str(folder)), vocab_size=None, seed=0, device="cpu")
     assert student.generation_config.eos_token_id == 299
     write_model_folder(tmp_path / "out", student)
 

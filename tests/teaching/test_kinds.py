@@ -14,11 +14,11 @@ from kdtrain.config.choices import TEACHERS
 from kdtrain.config.sections import CodecConfig, DataConfig
 from kdtrain.models.head import split
 from kdtrain.models.loading import load_student, model_digest
-from kdtrain.models.spec import ModelSpec, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.parallel.layout import RankLayout
 from kdtrain.teaching.local import LocalTeacher
-from kdtrain.teaching.teacher import Teacher, open_teacher
+from kdtrain.teaching.teacher import Teacher
 from kdtrain.testing import tiny_model, tiny_tokenizer, write_model_folder
 
 CPU = torch.device("cpu")
@@ -86,10 +86,10 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line(bench):
     with pytest.raises(kd.UsageError, match="server gives a top-k only; make a cache with cache-teacher"):
         kd.distill(kd.DistillConfig(**vars(given), out="run", steps=1))
     with pytest.raises(kd.UsageError, match="the kind of teacher serverr is unknown; perhaps you meant 'server'"):
-        open_teacher(ModelSpec(name="m", kind="serverr", tokenizer="teacher"), CPU, "fp32")
+        Teacher.open(ModelSpec(name="m", kind="serverr", tokenizer="teacher"), CPU, "fp32")
     with pytest.raises(kd.UsageError, match="kind = 'server' is of a teacher; a student's layers are local"):
-        load_student(read_spec("server.toml"), vocab_size=None, seed=0, device="cpu")
-    teacher = kd.Teacher(read_spec("server.toml"), CPU, "fp32")
+        load_student(ModelSpec.read("server.toml"), vocab_size=None, seed=0, device="cpu")
+    teacher = kd.Teacher(ModelSpec.read("server.toml"), CPU, "fp32")
     with pytest.raises(kd.UsageError, match="of kind server is not sharded; leave --teacher-parallel out"):
         teacher.prepare(mesh=object())
     with pytest.raises(kd.UsageError, match="--teacher-tensor-parallel cannot cut a teacher of kind server"):
@@ -100,7 +100,7 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line(bench):
 
 def test_a_local_teacher_says_the_same_to_a_run_and_to_a_cache(bench):
     model = split(tiny_model("llama", 300, seed=1).eval())
-    teacher = open_teacher(read_spec("teacher"), CPU, "fp32")
+    teacher = Teacher.open(ModelSpec.read("teacher"), CPU, "fp32")
     assert isinstance(teacher, LocalTeacher) and teacher.vocab_size == 300
     teacher.load()
     teacher.prepare(compile=True)

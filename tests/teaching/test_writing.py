@@ -22,7 +22,7 @@ from kdtrain.data.packing import prompt_rows
 from kdtrain.errors import UsageError
 from kdtrain.models.generate import draw
 from kdtrain.models.head import split
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import end_tokens, ends_of, filler_token, learn_ends
 from kdtrain.run import build_cache
 from kdtrain.teaching import writing
@@ -330,7 +330,7 @@ def test_a_text_ends_at_the_tokens_of_the_weights_too_where_the_tokenizer_is_of_
         (tmp_path / name).mkdir()
         (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     places = {"tokenizer": str(tmp_path / "base"), "source": str(tmp_path / "instruct")}
-    spec = replace(read_spec("stdlib-5m", "teachers"), **places)
+    spec = replace(ModelSpec.read("stdlib-5m", "teachers"), **places)
     assert ends_of(spec, tiny_tokenizer(300)) == (3, 5, 7, 299)
     assert ends_of(replace(spec, tokenizer=None), None) == (5, 7)
 

@@ -46,7 +46,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.format.names import POLICY
 from kdtrain.cache.format.spec import (
     ABSENT,
     MOST_POINTS,
@@ -397,7 +396,7 @@ def decode(arrays: dict[str, np.ndarray], spec: CodecSpec) -> Targets | None:
         return torch.from_numpy(flat.astype(dtype, copy=False))
 
     targets: Any = ARITHMETIC[spec.kind][1](rows, spec)
-    return replace(targets, policy=rows(POLICY)) if spec.written else targets
+    return replace(targets, policy=rows(spec.POLICY)) if spec.written else targets
 
 
 def _decode_sparse(rows: _Rows, spec: CodecSpec) -> SparseTargets:

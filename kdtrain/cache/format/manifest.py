@@ -9,16 +9,18 @@ that decide on memory or paths against each other.
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict, cast
 
 from msgspec import Meta
 
 from kdtrain.cache.format import names as cache_format
-from kdtrain.cache.format.spec import MIXTURE, CodecSpec
+from kdtrain.cache.format.spec import MIXTURE, SAMPLING, CodecSpec
 from kdtrain.config.choices import Weights
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import (
@@ -33,6 +35,7 @@ from kdtrain.files import (
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+_GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +134,29 @@ class CacheSettings:
             raise ValueError(f"data.generated.end_tokens: beyond the vocabulary of {self.vocab_size}")
         return tuple(found)
 
+    @property
+    def grid_offset(self) -> Fraction | None:
+        """By how much the grid of its samples lies beside the first one; None: they are on no grid."""
+        found = _GRID.fullmatch(self.sampling or "")
+        if found is None or (found[2] and not 0 < int(found[1]) < int(found[2])):
+            return None
+        return Fraction(int(found[1]), int(found[2])) if found[2] else Fraction(0)
+
+    def on_grid(self, offset: Fraction) -> "CacheSettings":
+        """Return the settings for samples on a grid that lies `offset` beside the first one."""
+        name = f"{SAMPLING}+{offset.numerator}/{offset.denominator}" if offset else SAMPLING
+        return replace(self, sampling=name)
+
     def fits(self, folder: Path) -> bool:
         """Return whether a folder is free for a cache of these settings, or holds one that was begun by them."""
         if not folder.exists() or cache_format.holds_nothing(folder):
             return True
-        return (folder / cache_format.SETTINGS).exists() and self.stored(folder) == self.to_json()
+        return self.begun(folder) and self.stored(folder) == self.to_json()
+
+    @staticmethod
+    def begun(folder: Path) -> bool:
+        """Return whether a cache was begun in a folder."""
+        return (folder / cache_format.SETTINGS).exists()
 
     def digest(self) -> str:
         """Return the SHA-256 over `to_json`; each shard carries it."""
@@ -283,6 +304,32 @@ class Manifest:
     """By split of the data, in words with a number, what the text lost in being read; else left out."""
     digest: str = ""
     """Over everything else: the digest of the cache."""
+
+    @classmethod
+    def planned(cls, settings: CacheSettings, sizes: Mapping[str, int]) -> "Manifest":
+        """Predict a manifest by the sequences of each split, as far as it is known before the first shard.
+
+        Its digest is that of the settings.
+        """
+        splits = dict[str, SplitRecord]()
+        for split, number in sizes.items():
+            shards = list[ShardRecord]()
+            for first in range(0, number, settings.sequences_per_shard):
+                name = cache_format.shard_name(split, len(shards))
+                count = min(settings.sequences_per_shard, number - first)
+                shards.append({"name": name, "sequences": count, "sha256": "", "bytes": 0})
+            splits[split] = {"sequences": number, "broken": 0, "tokens_sha256": "", "shards": shards}
+        return cls(
+            settings=settings,
+            splits=splits,
+            fidelity=None,
+            temperature_range=cast(TemperatureRange | None, settings.codec.stated_range),
+            bytes_per_token={},
+            index_sha256="",
+            tokenizer_files={},
+            versions={},
+            digest=settings.digest(),
+        )
 
     @property
     def codec(self) -> CodecSpec:

@@ -19,8 +19,6 @@ PIECES = 4
 """The format version of a cache of shards of any sizes, made for other caches: appended by merge, or cut by subset."""
 WRITTEN = 5
 """The format version of a cache of text that a student wrote, and of its shards: they hold its log p of each label."""
-POLICY = "policy_logprob"
-"""The data set of these."""
 SPLITS = ("train", "validation", "test")
 INDEX = "index.h5"
 TOKENIZER = "tokenizer"

@@ -12,15 +12,13 @@ read.
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from kdtrain.cache.format.names import FORMAT_VERSION, POLICY, WRITTEN
+from kdtrain.cache.format.names import FORMAT_VERSION, WRITTEN
 from kdtrain.errors import UsageError
 
 _DENSE_CHUNK_BYTES = 2**21
@@ -43,7 +41,6 @@ MIXTURE = "mixture"
 """`sampling` of samples of several grids, one behind the other."""
 MOST_POINTS = 2**20
 """Points of the finest grid that holds the points of a cache: more would not be exact in fp64."""
-_GRID = re.compile(rf"{SAMPLING}(?:\+([0-9]{{1,6}})/([0-9]{{1,6}}))?")
 
 
 STEP_VALUE, STEP_SLOPE, STEP_SPREAD = 0.008, 0.04, 0.05
@@ -56,19 +53,6 @@ def steps(knots: tuple[float, ...]) -> np.ndarray:
     """Return [M], the step of each number, in stored order."""
     number = len(knots)
     return np.array([STEP_VALUE] * number + [STEP_SLOPE] * number + [STEP_SPREAD] * 2, np.float32)
-
-
-def grid_name(offset: Fraction) -> str:
-    """Return the `sampling` of a grid that lies `offset` beside the first one; the inverse of `grid_offset`."""
-    return f"{SAMPLING}+{offset.numerator}/{offset.denominator}" if offset else SAMPLING
-
-
-def grid_offset(sampling: str | None) -> Fraction | None:
-    """Return by how much a grid of samples lies beside the first one; None if `sampling` does not name a grid."""
-    found = _GRID.fullmatch(sampling or "")
-    if found is None or (found[2] and not 0 < int(found[1]) < int(found[2])):
-        return None
-    return Fraction(int(found[1]), int(found[2])) if found[2] else Fraction(0)
 
 
 @dataclass(frozen=True)
@@ -169,6 +153,9 @@ _SAMPLED_RANGE = _RANGE | {"rule": "samples alone: right at T = 1 only"}
 @dataclass(frozen=True, kw_only=True)
 class CodecSpec:
     """How a distribution is kept. ValueError: impossible numbers; the message names the option."""
+
+    POLICY: ClassVar[str] = "policy_logprob"
+    """The data set of the log p of each label by the student that wrote it (`written`)."""
 
     kind: str
     """One of `CODECS`."""
@@ -296,7 +283,7 @@ def datasets(spec: CodecSpec, seq_len: int) -> dict[str, DatasetLayout]:
         "loss_mask": DatasetLayout(row, np.dtype(np.uint8), row, flags, several),
         "segments": DatasetLayout(row, segment, row, document, several),
         **CODECS[spec.kind].layout(spec, seq_len),
-        **({POLICY: DatasetLayout(row, np.dtype(np.float32), row, _POLICY)} if spec.written else {}),
+        **({spec.POLICY: DatasetLayout(row, np.dtype(np.float32), row, _POLICY)} if spec.written else {}),
     }
 
 

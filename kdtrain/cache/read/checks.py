@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from kdtrain.cache.format.compression import LOWEST, Arrays, Coding
-from kdtrain.cache.format.names import BROKEN, POLICY
+from kdtrain.cache.format.names import BROKEN
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.objective.targets import FLOOR
 
@@ -51,7 +51,7 @@ def check_tokens(tokens_nT1: np.ndarray, spec: CodecSpec) -> None:
 def check_stored(arrays: Arrays, spec: CodecSpec) -> None:
     """Raise ValueError if sequences [n, ...], as they are stored, have impossible numbers."""
     check_tokens(arrays["tokens"], spec)
-    if spec.written and not (arrays[POLICY].min() >= FLOOR and arrays[POLICY].max() <= _ROUNDED):
+    if spec.written and not (arrays[spec.POLICY].min() >= FLOOR and arrays[spec.POLICY].max() <= _ROUNDED):
         raise ValueError("the student's log-probability of a label is not between -10,000 and 0")
     if spec.coded:
         numbers_nRT = arrays["numbers"]

@@ -69,7 +69,7 @@ class ShardSource(Protocol):
     def bring_tokenizer(self) -> None:
         """Put the tokenizer's files into the folder. RunError: impossible."""
 
-    def ensure(self, record: ShardRecord, altered: bool = False) -> Path:
+    def ensure(self, record: ShardRecord, altered: bool = False) -> object:
         """Put a whole shard into the folder, and complete its record. RunError: impossible.
 
         altered: the file there has another digest than the record.

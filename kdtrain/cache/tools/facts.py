@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, Parent, weights_line
@@ -317,18 +318,21 @@ def _check_sum(text: str) -> str:
 
 
 def make_card(
-    manifest: Manifest, where: str = "THIS-FOLDER", head: Iterable[str] = (), more: Iterable[str] = ()
+    manifest: Manifest,
+    where: str = "THIS-FOLDER",
+    head: Iterable[str] = (),
+    licences: Mapping[str, str | None] = MappingProxyType({}),
 ) -> str:
     """Make the text of a card.
 
-    where: the address at which it is published. head: lines that the hub reads. more: lines behind the facts.
+    where: the address at which it is published. head: lines that the hub reads. licences: by what they are of.
     """
     above = ["---", *head, "---", ""] if head else []
-    text = "\n".join([*above, *_body(manifest, where, more), ""])
+    text = "\n".join([*above, *_body(manifest, where, licences), ""])
     return f"{text}<!-- kdtrain card {_check_sum(text)} -->\n"
 
 
-def _body(manifest: Manifest, where: str, more: Iterable[str]) -> Iterator[str]:
+def _body(manifest: Manifest, where: str, licences: Mapping[str, str | None]) -> Iterator[str]:
     teacher = markdown_text((manifest.settings.teacher or {}).get("spec")) or "a teacher"
     made = not manifest.codec.taught
     yield f"# {'Packed tokens' if made else f'What {teacher} predicts'}: a cache for distillation"
@@ -337,7 +341,9 @@ def _body(manifest: Manifest, where: str, more: Iterable[str]) -> Iterator[str]:
     yield f"For every token of a text this data set holds {kept}, in HDF5. kdtrain made it, and any tool can read it."
     yield ""
     yield from facts_table(cache_facts(manifest)).markdown()
-    yield from more
+    if licences:
+        yield from ("", "## Licences", "")
+        yield from (f"- {of}: {markdown_text(name)}" for of, name in licences.items())
     if manifest.parents:
         yield from ("", "## Made of", "")
         yield from (f"- {markdown_text(line)}" for line in parent_lines(manifest, _PARENTS))

@@ -46,7 +46,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kdtrain.cache.format.spec import FINENESS, grid_offset
+from kdtrain.cache.format.spec import FINENESS
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import SparseTargets, Targets
@@ -286,7 +286,7 @@ class Look:
             if batches and time.monotonic() > deadline:
                 break
             batches.append(cache[split].read(indices[first : first + size]))
-        systematic = settings.sampling == "systematic" or grid_offset(settings.sampling) is not None
+        systematic = settings.sampling == "systematic" or settings.grid_offset is not None
         origin = cache.manifest.origin
         shift = origin.get("shift") if origin else None
         generated = settings.data.get("generated")

@@ -19,7 +19,6 @@ from kdtrain.cache.format import names as cache_format
 from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.compression import Arrays
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.spec import grid_offset
 from kdtrain.cache.write.generated_text import finish_reasons
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import log
@@ -60,6 +59,11 @@ class ShardRows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def broken(self) -> np.ndarray:
+        """Which of the rows have no targets, because the teacher's logits were non-finite: bool [n]."""
+        return (self.loss_mask == cache_format.BROKEN).all(1)
 
     def __getitem__(self, part: slice) -> "ShardRows":
         kept = {name: values[part] for name, values in self.kept.items()}
@@ -170,7 +174,7 @@ class LogitAnswers(ShardAnswers):
 
         def encode() -> Arrays:
             labels_BT = torch.from_numpy(rows.tokens[:, 1:].astype(np.int64))
-            offset = grid_offset(settings.sampling) or Fraction(0)
+            offset = settings.grid_offset or Fraction(0)
             place: dict[str, Any] = {"seed": settings.seed, "split": rows.split, "first": rows.first, "offset": offset}
             with self._side.after(ready):  # the logits are free after it
                 return encode_sequences(held.pop(), labels_BT, settings.codec, **place)

@@ -59,7 +59,7 @@ def open_folder(
             sweep(folder)
             sweep(folder / cache_format.SHARDS)
         # Corrected settings replace those of a build that failed before its first shard.
-        if not (folder / cache_format.SETTINGS).exists() or CacheSettings.stored(folder) != settings.to_json():
+        if not CacheSettings.begun(folder) or CacheSettings.stored(folder) != settings.to_json():
             publish_json(folder / cache_format.SETTINGS, settings.to_json(), "cache.settings")
         if tokenizer is not None:
             with writing(folder / cache_format.TOKENIZER):
@@ -110,7 +110,7 @@ def claim_folder(folder: Path, settings: CacheSettings) -> Manifest | None:
         _refuse_others(folder, manifest.settings.to_json(), settings, "holds a finished cache")
         check_sizes(folder, manifest)
         return manifest
-    if not (folder / cache_format.SETTINGS).exists():
+    if not CacheSettings.begun(folder):
         raise UsageError(f"{folder} holds files that are not a cache; choose another --out")
     refuse_links(folder)
     stored = CacheSettings.stored(folder)

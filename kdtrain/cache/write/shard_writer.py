@@ -44,7 +44,7 @@ class ShardWriter:
     def add(self, rows: ShardRows, kept: Arrays) -> None:
         """Take the next sequences of the shard, and their encoded arrays."""
         arrays = {name: getattr(rows, name) for name in ROWS}
-        broken = kept.get("broken", np.zeros(len(rows), bool)) | (rows.loss_mask == cache_format.BROKEN).all(1)
+        broken = kept.get("broken", np.zeros(len(rows), bool)) | rows.broken
         self.broken += [f"{rows.split} {rows.first + b}" for b in np.flatnonzero(broken)]
         arrays["loss_mask"] = np.where(broken[:, None], cache_format.BROKEN, arrays["loss_mask"]).astype(np.uint8)
         self._held.append(arrays | {name: values for name, values in kept.items() if name != "broken"})
@@ -70,7 +70,7 @@ class ShardWriter:
         for start in range(0, len(arrays["tokens"]), _SEQUENCES_AT_ONCE):
             part = {name: values[start : start + _SEQUENCES_AT_ONCE] for name, values in arrays.items()}
             if self._coding is not None:
-                plain = {name: part[name] for name in (*ROWS, cache_format.POLICY) if name in part}
+                plain = {name: part[name] for name in (*ROWS, CodecSpec.POLICY) if name in part}
                 part = plain | self._coding.pack(part["tokens"], part)
             number = len(part["tokens"])
             for name, values in part.items():

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import kdtrain as kd
 from kdtrain.cache.format.codec import draw_points
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.spec import grid_offset
-from kdtrain.cache.read.reader import LocalCache, open_cache
+from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.tools.self_check import other_row
 from kdtrain.errors import UsageError, log
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import tokenizer_digest
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.objective.batch import Batch
@@ -38,7 +38,7 @@ from kdtrain.plugins.audit.evidence import NOISE, NOISE_UNKNOWN, Evidence, judge
 from kdtrain.precision.modes import MODES
 from kdtrain.ranks import pick_device
 from kdtrain.tables import Table, number, short
-from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import OnlineTeacher
 
 DIAGNOSED = 16
 """Rows in which the fault is looked for: those that are furthest off."""
@@ -60,7 +60,7 @@ def main(config: AuditConfig) -> int:
     UsageError: the cache is damaged, or the teacher cannot score it. RunError: a shard cannot be read.
     """
     setup_logging()
-    found = audit(config, open_cache(config.cache))
+    found = audit(config, kd.Cache(config.cache))
     wrong = finding(found)
     record = {"path": config.cache, "ok": not wrong, "findings": [wrong] if wrong else [], "audit": found}
     config.show(page(found), record, wrapped=True)
@@ -149,7 +149,7 @@ def _teachers(config: AuditConfig, settings: CacheSettings) -> tuple[OnlineTeach
     """
     device = pick_device(config.device)
     stated = settings.teacher or {}
-    spec = read_spec(config.teacher, "teachers").as_recorded(stated)
+    spec = ModelSpec.read(config.teacher, "teachers").as_recorded(stated)
     mode = stated["precision"] if stated.get("precision") in MODES else "bf16"
     teacher = OnlineTeacher.open(spec, device, mode)
     wrong = "give the teacher of the cache"
@@ -189,7 +189,7 @@ def _scored(
     codec = settings.codec
     # rows are numbered as they were when they were captured
     as_captured = codec.num_samples and manifest.origin is None and manifest.parents is None
-    offset = grid_offset(settings.sampling) if as_captured else None
+    offset = settings.grid_offset if as_captured else None
     batch = cache[split].read(indices)
     own, right = (logprobs(each, batch, settings.document_mask) for each in (teacher, reference))
     for b, row in enumerate(indices):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import kdtrain as kd
 from kdtrain.cache.format.manifest import Manifest
 from kdtrain.cache.read.remote import stated_by
 from kdtrain.cache.tools.facts import show_cache
@@ -21,11 +22,10 @@ def merge_caches(config: MergeConfig) -> int:
     """
     setup_logging()
     plan([Stated(*stated_by(each)) for each in config.caches])  # refuses before torch is imported
-    from kdtrain.cache.read.reader import open_cache
     from kdtrain.plugins.caches.merge import merge
 
     OutFolder(config.out).refuse()
-    caches = [open_cache(each) for each in config.caches]
+    caches = [kd.Cache(each) for each in config.caches]
     log.info("merging %s into %s", " and ".join(config.caches), config.out)
     with bar("merge", None) as shown:
         manifest = merge(caches, config.out, lambda done, total: shown.update(done, total=total))
@@ -43,14 +43,13 @@ def cut_cache(config: SubsetConfig) -> int:
     known = Stated(*stated_by(config.cache))
     splits = tuple(known.manifest.splits) if config.split == "all" else (config.split,)
     refuse_rows(known, splits, config.range)  # before torch is imported
-    from kdtrain.cache.read.reader import open_cache
     from kdtrain.plugins.caches.merge import subset
 
     OutFolder(config.out).refuse()
     log.info("cutting %s into %s", config.cache, config.out)
     with bar("subset", None) as shown:
         manifest = subset(
-            open_cache(config.cache),
+            kd.Cache(config.cache),
             config.out,
             rows=config.range,
             fraction=config.share,

@@ -25,7 +25,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import combinations, pairwise
@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest
-from kdtrain.cache.format.names import BROKEN
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.cache.write.writer import CacheBuilder
@@ -163,11 +162,11 @@ def _rows(caches: Sequence[LocalCache], split: str) -> Iterator[PackedRow]:
     UsageError: their masks differ over the same tokens.
     """
     for number, row in enumerate(zip(*(cache[split].rows() for cache in caches), strict=True)):
-        masks = [each.loss_mask for each in row if (each.loss_mask != BROKEN).any()]
-        same = all(np.array_equal(each, masks[0]) for each in masks)
-        if not same or any(not np.array_equal(each.segments, row[0].segments) for each in row):
+        found = ShardRows.of(split, 0, number, row)
+        masks = found.loss_mask[~found.broken]
+        if (masks != masks[:1]).any() or (found.segments != found.segments[0]).any():
             raise UsageError(f"{names(caches)} have other masks over the same tokens (row {number} of {split})")
-        yield row[0] if len(masks) == len(row) else replace(row[0], loss_mask=np.full_like(row[0].loss_mask, BROKEN))
+        yield row[int(found.broken.argmax())]  # the first where none is broken
 
 
 def _common_range(caches: Sequence[LocalCache]) -> Any:
@@ -318,7 +317,7 @@ class _Piece:
         link = not os.path.lexists(path.with_name(f"{part.name}.h5"))
         stored = self.reader.copy_shard(self.shard, path, self.rows, first=part.first, link=link)
         # The numbers of the rows here: those of the sidecar it came with are of another cache.
-        return stored, [f"{part.split} {part.first + row}" for row in np.flatnonzero((part.loss_mask == BROKEN).all(1))]
+        return stored, [f"{part.split} {part.first + row}" for row in np.flatnonzero(part.broken)]
 
 
 def _copy(splits: Mapping[str, Sequence[_Piece]], builder: CacheBuilder) -> None:

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, differences
-from kdtrain.cache.format.spec import grid_name, grid_offset
 from kdtrain.errors import UsageError
 
 
@@ -140,7 +139,7 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
     for cache in caches:
         settings = cache.manifest.settings
         number = settings.codec.num_samples
-        offset = grid_offset(settings.sampling)
+        offset = settings.grid_offset
         if offset is None:
             raise UsageError(
                 f"{cache.name} has {settings.sampling or 'independent'} samples, which do not interleave with others "
@@ -162,9 +161,9 @@ def _sum(caches: Sequence[Stated]) -> CacheSettings:
         raise UsageError(
             f"{names(caches)} hold {total} samples that are not one even grid: {hint}, and merge all of it"
         )
-    plain = min(caches, key=lambda cache: grid_offset(cache.manifest.settings.sampling) or Fraction(0))
+    plain = min(caches, key=lambda cache: cache.manifest.settings.grid_offset or Fraction(0))
     settings = plain.manifest.settings
-    return replace(settings, codec=replace(settings.codec, num_samples=total), sampling=grid_name(start))
+    return replace(settings.on_grid(start), codec=replace(settings.codec, num_samples=total))
 
 
 def tokens_of(manifest: Manifest) -> dict[str, str]:

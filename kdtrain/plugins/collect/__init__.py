@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kdtrain.config.registered import register_observer, register_section
-from kdtrain.config.values import Options, option
+from kdtrain.config.choices import register_observer
+from kdtrain.config.values import Options, option, register_section
 from kdtrain.errors import UsageError
 
 

@@ -21,7 +21,7 @@ import torch
 from kdtrain.commands.distill import foresee, train
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import configured, flag
-from kdtrain.errors import RunError, UsageError, log, refuse_no_path
+from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import read_json
 from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import hushed, setup_logging
@@ -98,7 +98,6 @@ def main(config: FindLrConfig) -> int:
 def _claim(config: FindLrConfig, stack: ExitStack) -> None:
     """Lock the folder. Refuse one that holds something else."""
     out = config.out
-    refuse_no_path(str(out), "--out")
     folder = OutFolder(out)
     others = folder.others(RECORD)
     if is_run(out):

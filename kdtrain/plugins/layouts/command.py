@@ -15,7 +15,7 @@ from kdtrain.cache.tools.self_check import Look
 from kdtrain.data.rows import readable
 from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import ChatTokenizer, load_tokenizer, tokenizer_digest
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.outputs import OutFolder
@@ -44,7 +44,7 @@ def main(config: ImportConfig) -> int:
     setup_logging()
     OutFolder(config.out).refuse()
     layout: Layout = LAYOUTS.get(config.layout)(config)
-    spec = read_spec(config.tokenizer, "teachers")
+    spec = ModelSpec.read(config.tokenizer, "teachers")
     tokenizer = load_tokenizer(spec)
     files = open_source(config.source, layout)
     first = next((record for file in files for _, record in file.records()), None)

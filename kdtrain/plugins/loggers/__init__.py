@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kdtrain.config.registered import register_observer
+from kdtrain.config.choices import register_observer
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_json
 from kdtrain.imports import optional
@@ -94,12 +94,12 @@ class WeightsAndBiases(Logger):
             raise UsageError(f"--log-to wandb: the package wandb does not load: {error}") from None
 
     def __init__(self, folder: Path, text: str, resume_step: int) -> None:
-        from kdtrain.monitor.record import arm_of
+        from kdtrain.monitor.record import RunRecord
         from kdtrain.outputs import OutFolder
 
         self.wandb: Any = importlib.import_module("wandb")
         identity = folder / "wandb.json"
-        sweep = arm_of(folder)
+        sweep = RunRecord.arm_of(folder)
         known = None
         if resume_step:
             with suppress(OSError, ValueError, KeyError):  # without an id, W&B makes a new one

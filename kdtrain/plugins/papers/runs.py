@@ -19,7 +19,7 @@ from kdtrain.config.values import options_of
 from kdtrain.errors import UsageError, printable
 from kdtrain.files import read_sealed
 from kdtrain.monitor.facts import EVALUATED, Measure
-from kdtrain.monitor.record import SWEEP, RunRecord, arm_of, as_finite
+from kdtrain.monitor.record import SWEEP, RunRecord, as_finite
 from kdtrain.tables import duration, short, size
 
 
@@ -298,7 +298,7 @@ def grouped(found: Sequence[LoggedRun]) -> list[tuple[str, list[LoggedRun]]]:
 
 def _shared(runs: Sequence[LoggedRun]) -> str:
     """Return the arm of the sweep that all runs belong to, or else the folder they share; empty for a single run."""
-    [arm, *others] = {arm_of(run.folder) for run in runs}
+    [arm, *others] = {run.record.arm_of(run.folder) for run in runs}
     if arm and not others:
         return arm[-1]
     return os.path.commonpath([run.name for run in runs]) if len(runs) > 1 else ""

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from kdtrain.cache.read.reader import CacheReader, open_cache
+import kdtrain as kd
+from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import UsageError, log
 from kdtrain.files import file_digest, json_digest
-from kdtrain.models.export import export_lock, export_model, refuse_foreign
+from kdtrain.models.export import export_lock, export_model
 from kdtrain.models.loading import configuration, model_digest, parameter_count, plain_config
-from kdtrain.models.spec import paths_of, read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import digest_of
 from kdtrain.monitor.progress import bar, setup_logging
 from kdtrain.outputs import OutFolder
@@ -24,6 +25,7 @@ from kdtrain.precision.modes import pick_mode
 from kdtrain.ranks import pick_device
 from kdtrain.tables import Table, number, short
 from kdtrain.teaching.local import LocalTeacher
+from kdtrain.teaching.teacher import OnlineTeacher
 
 _MOST_REMOVED = 0.5
 """The share of parameters that may go at once; beyond it distillation recovers poorly, and one prunes in steps."""
@@ -38,23 +40,18 @@ def main(config: PruneConfig) -> int:
     """
     setup_logging()
     OutFolder(config.out).refuse()
-    with export_lock(config.out):
-        result = _prune(config)
+    device = pick_device(config.device)
+    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
+    needed |= ModelSpec.paths_of(config.teacher, "the teacher", "teachers")
+    needed |= ModelSpec.paths_of(config.like, "--like")
+    with export_lock(config.out, needed, overwrite=config.overwrite):
+        result = _prune(config, device, pick_mode(config.precision, device))
     config.show(_page(config, result), result)
     return 0
 
 
-def _prune(config: PruneConfig) -> dict[str, Any]:
-    device = pick_device(config.device)
-    mode = pick_mode(config.precision, device)
-    refuse_foreign(config.out)
-    needed: dict[str, Path | str | None] = {"--cache": config.cache, "--scores": config.scores}
-    needed |= paths_of("the teacher", config.teacher, "teachers")
-    needed |= paths_of("--like", config.like)
-    OutFolder(config.out).refuse(needed)
-    if config.out.exists() and any(config.out.iterdir()) and not config.overwrite:
-        raise UsageError(f"--out {config.out} holds an exported model; name another folder, or add --overwrite")
-    spec, like = read_spec(config.teacher, "teachers"), read_spec(config.like)
+def _prune(config: PruneConfig, device: torch.device, mode: str) -> dict[str, Any]:
+    spec, like = ModelSpec.read(config.teacher, "teachers"), ModelSpec.read(config.like)
     if not spec.is_local or spec.init == "teacher-layers":
         kind = "made of layers of another model" if spec.is_local else f"a teacher of kind {spec.kind}"
         raise UsageError(f"{spec.name} is {kind}; only a model with weights of its own is pruned")
@@ -71,7 +68,7 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
             "recovers poorly; prune and distil in two steps, or add --allow-high-pruning-ratio"
         )
 
-    cache = open_cache(config.cache)
+    cache = kd.Cache(config.cache)
     settings = cache.manifest.settings
     reader = cache["train"]
     digests = {digest_of(spec), settings.tokenizer_digest} - {None}
@@ -120,7 +117,9 @@ def _prune(config: PruneConfig) -> dict[str, Any]:
 
 
 def _running(model: Any, mode: str) -> LocalTeacher:
-    return LocalTeacher.of(model.float() if mode == "fp32" else model, mode)
+    teacher = OnlineTeacher.of(model.float() if mode == "fp32" else model, mode)
+    assert isinstance(teacher, LocalTeacher)
+    return teacher
 
 
 def _complete(scores: Scores, teacher: LocalTeacher, reader: CacheReader, batch: int, depth: bool) -> None:

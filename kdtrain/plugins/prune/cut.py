@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kdtrain.errors import UsageError
-from kdtrain.models.loading import config_of, configuration, new_model, plain_config
+from kdtrain.models.loading import configuration, new_model, plain_config
 from kdtrain.models.spec import ModelSpec
 
 _FREE = re.compile("(?:dropout|pdrop)(?:_prob|_rate|_p)?|initializer_range|use_cache")
@@ -238,7 +238,7 @@ def pruned_config(teacher: PreTrainedConfig, like: ModelSpec, after: Shape, laye
     if table.get("layer_types"):
         table["layer_types"] = [table["layer_types"][layer] for layer in layers]
     table |= {key: value for key, value in (like.config or {}).items() if _FREE.search(key)}
-    return config_of(like.name, table.pop("model_type"), table)
+    return type(teacher)(**table)
 
 
 def choose(scores: Importance, roles: Roles, before: Shape, after: Shape) -> Cut:

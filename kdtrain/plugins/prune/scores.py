@@ -19,6 +19,7 @@ Shape suffixes: B sequences, T positions, H heads, D channels, X numbers of a he
 """
 
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 
 from kdtrain.cache.read.reader import CacheReader
 from kdtrain.errors import RunError, UsageError, printable
-from kdtrain.files import canonical_json, json_digest, open_regular, parse_json, typed
+from kdtrain.files import json_digest, open_regular, typed
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.prune.cut import Importance, Roles, Shape
@@ -207,10 +208,10 @@ class Scores:
                 if file.seek(0, 2) > _MOST:
                     raise ValueError("it is too large")
             with safe_open(self.path, framework="pt") as opened:
-                record = typed(parse_json((opened.metadata() or {}).get(_RECORD, "null")), _Record)
+                record = typed(json.loads((opened.metadata() or {}).get(_RECORD, "null")), _Record)
                 found = asdict(record.subject).items() - asdict(self.subject).items()
                 tensors = {} if found else {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
             reason = printable(str(error))[:200]
             raise UsageError(f"{self.path} holds no scores ({reason}); name another file") from None
         if different := [each.replace("sequences", "number of sequences") for each in _SUBJECT if each in dict(found)]:
@@ -226,7 +227,7 @@ class Scores:
         tensors = {name: each.cpu() for name, each in self._sums.items()}
         record = {"subject": asdict(self.subject), **self.done, "digest": _digest(self.done, tensors)}
         with OutFolder(self.path.parent).published(self.path.name, "prune.scores") as temporary:
-            save_file(tensors, temporary, {_RECORD: canonical_json(record)})
+            save_file(tensors, temporary, {_RECORD: _spelled(record)})
         self._written = time.monotonic()
 
 
@@ -268,8 +269,12 @@ def mean_loss(teacher: LocalTeacher, reader: CacheReader, sequences: int, batch:
     return loss / max(labels, 1)
 
 
+def _spelled(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
 def _digest(done: Mapping[str, int], tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(canonical_json(dict(done)).encode())
+    digest = hashlib.sha256(_spelled(done).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {list(tensor.shape)}\n".encode())
         digest.update(tensor.numpy().tobytes())

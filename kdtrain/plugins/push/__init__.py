@@ -5,16 +5,15 @@ from pathlib import Path
 
 from kdtrain.cli import register_module
 from kdtrain.config.values import Printed, flag, option, refuse
-from kdtrain.net.address import parse_address
 
 LICENSES = {"text": "of the text", "teacher": "of the teacher", "outputs": "of the teacher's outputs, this data set"}
 """What a licence is of."""
 
 
 def _check_repository(to: str) -> None:
-    address = parse_address(to)
-    here = address is not None and address.repository is not None and address.revision == "main"
-    refuse(not here, f"{to}: it is not a data set on the hub; give hf:ORG/NAME")
+    from kdtrain.net.hub import Repository  # with an HTTP client, for which no help waits
+
+    Repository(to)
 
 
 @dataclass(frozen=True, kw_only=True)

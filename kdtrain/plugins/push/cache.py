@@ -6,15 +6,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub.constants import REPOCARD_NAME as CARD
+
 import kdtrain as kd
 from kdtrain.cache.format.manifest import Manifest
-from kdtrain.cache.tools.facts import CARD, is_card, make_card
+from kdtrain.cache.tools.facts import is_card, make_card
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import read_json
-from kdtrain.net.address import Address
+from kdtrain.net.hub import Repository
 from kdtrain.plugins.push import LICENSES, PushConfig
 from kdtrain.plugins.push.model_card import license_lines
-from kdtrain.tables import markdown_text
 
 PREVIEW = "preview.parquet"
 MOST = 2**25
@@ -40,7 +41,7 @@ class Upload(NamedTuple):
     """Paths in the repository of files that go in the same commit."""
 
 
-def plan_cache(config: PushConfig, folder: Path, address: Address, fetch: Fetch, beside: Path) -> Upload:
+def plan_cache(config: PushConfig, folder: Path, address: Repository, fetch: Fetch, beside: Path) -> Upload:
     """Plan the upload of a cache. fetch: fetches a file of the repository. beside: a folder for card and preview.
 
     UsageError: it is damaged or unfinished, or the repository holds another cache.
@@ -63,9 +64,9 @@ def plan_cache(config: PushConfig, folder: Path, address: Address, fetch: Fetch,
     if _write_preview(cache, beside / PREVIEW):
         files[PREVIEW] = beside / PREVIEW
     head = _head(manifest, str(config.license_outputs), PREVIEW in files)
-    words = [f"- {of}: {markdown_text(config.licenses[name])}" for name, of in LICENSES.items()]
+    licences = {of: config.licenses[name] for name, of in LICENSES.items()}
     files[CARD] = beside / CARD
-    card = make_card(manifest, str(address), head=head, more=["", "## Licences", "", *words])
+    card = make_card(manifest, str(address), head=head, licences=licences)
     files[CARD].write_text(card, encoding="utf-8")
     result: dict[str, object] = {"cache": str(folder), "digest": manifest.digest}
     message = f"Cache {manifest.digest[:12]}"

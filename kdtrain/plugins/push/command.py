@@ -10,20 +10,20 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kdtrain.cache.tools.facts import CARD
+from huggingface_hub.constants import REPOCARD_NAME as CARD
+
+from kdtrain.cache.format.manifest import CacheSettings
 from kdtrain.errors import UsageError, log, printable
 from kdtrain.files import (
     file_digest,
-    files_below,
     read_json,
     read_sealed,
     refuse_links,
     typed,
 )
 from kdtrain.models.spec import ADAPTER_CONFIG, ORIGIN, is_export, is_hub_id
-from kdtrain.monitor.facts import is_cache, is_run
+from kdtrain.monitor.facts import is_run
 from kdtrain.monitor.progress import setup_logging
-from kdtrain.net.address import Address, parse_address
 from kdtrain.net.hub import Repository
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.push import PushConfig
@@ -47,31 +47,28 @@ def main(config: PushConfig) -> int:
 
     setup_logging()
     folder = config.path
-    address = parse_address(config.to)
-    assert address is not None and address.repository is not None, "PushConfig has refused it"
-    if parse_address(folder) is not None:
+    if not folder.exists() and ":" in folder.parts[0]:
         raise UsageError(f"{folder} is not a folder; push publishes the folder in which it was built")
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder; name a cache, a run or an export")
-    name = address.repository
     kind = "dataset"
-    if is_cache(folder):
+    if CacheSettings.begun(folder):
         config.refuse_missing()
     else:
         folder = _export_in(folder)
         kind = "model"
-        address = Address(f"hf:{name}", name)
         if any(config.licenses.values()):
             raise UsageError("a student's licence is kdtrain export --license; leave the licences of a cache out")
     refuse_links(folder)
-    there = Repository(address, kind)
+    there = Repository(config.to, kind)
+    name = there.name
     there.refuse_no_token()
     # before minutes go into digests
     private = config.private or None
     url = there.ask(lambda hub: hub.create_repo(name, repo_type=kind, private=private, exist_ok=True))
     info: Any = there.ask(lambda hub: hub.repo_info(name, repo_type=kind))
     if config.private and not info.private:
-        raise UsageError(f"{address} is public; leave --private out, or make it private on the hub first")
+        raise UsageError(f"{there} is public; leave --private out, or make it private on the hub first")
     names = {each.rfilename for each in info.siblings or ()}
 
     def fetch(file: str) -> Path | None:
@@ -79,19 +76,19 @@ def main(config: PushConfig) -> int:
 
     with tempfile.TemporaryDirectory(prefix="kdtrain-") as beside:
         if kind == "dataset":
-            upload = plan_cache(config, folder, address, fetch, Path(beside))
+            upload = plan_cache(config, folder, there, fetch, Path(beside))
         else:
-            upload = _plan_student(folder, address, fetch(ORIGIN), names, Path(beside))
+            upload = _plan_student(folder, there, fetch(ORIGIN), names, Path(beside))
         files = dict(upload.files)
         if (card := fetch(CARD)) is not None and not upload.owns(card.read_bytes()):
-            log.warning("%s has a %s that kdtrain did not write; it stays as it is", address, CARD)
+            log.warning("%s has a %s that kdtrain did not write; it stays as it is", there, CARD)
             del files[CARD]
-        log.info("uploading %d files of %s to %s", len(files), folder, address)
+        log.info("uploading %d files of %s to %s", len(files), folder, there)
         changes: list[Any] = [CommitOperationAdd(file, str(path)) for file, path in files.items()]
         changes += [CommitOperationDelete(file) for file in sorted(upload.remove)]
         how: dict[str, Any] = {"repo_type": kind, "commit_message": upload.message}
         commit = there.ask(lambda hub: hub.create_commit(name, changes, **how))
-    result = {**upload.result, "to": str(address), "url": str(url), "commit": str(commit.oid)}
+    result = {**upload.result, "to": str(there), "url": str(url), "commit": str(commit.oid)}
     config.show(f"pushed {folder}", result)
     return 0
 
@@ -106,7 +103,9 @@ def _export_in(path: Path) -> Path:
     raise UsageError(f"{path} holds neither a cache nor an exported student; name a cache, a run or an export")
 
 
-def _plan_student(folder: Path, address: Address, there: Path | None, names: Collection[str], beside: Path) -> Upload:
+def _plan_student(
+    folder: Path, address: Repository, there: Path | None, names: Collection[str], beside: Path
+) -> Upload:
     """Plan the upload of a student.
 
     Files of an earlier export that this one lacks are removed from the repository.
@@ -117,7 +116,7 @@ def _plan_student(folder: Path, address: Address, there: Path | None, names: Col
     """
     record = typed(read_sealed(folder / ORIGIN), dict[str, Any])
     files = typed(record, _Origin)["files"]
-    below = files_below(folder)
+    below = {each.relative_to(folder).as_posix(): each for each in folder.rglob("*") if each.is_file()}
     for name, digest in files.items():
         if name not in below or (name != CARD and file_digest(below[name]) != digest):  # a card may be edited
             raise UsageError(f"{folder / printable(name)} is not as it was exported; export the student again")

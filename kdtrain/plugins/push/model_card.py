@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtrain.cache.tools.facts import CARD
+from huggingface_hub.constants import REPOCARD_NAME as CARD
+
 from kdtrain.config.commands import DistillConfig
 from kdtrain.config.values import options_of
 from kdtrain.errors import RunError, UsageError
 from kdtrain.files import read_text
-from kdtrain.models.spec import ADAPTER_CONFIG, is_hub_id, read_spec
+from kdtrain.models.spec import ADAPTER_CONFIG, ModelSpec, is_hub_id
 
 RECIPE = "recipe.toml"
 _MOST = 2**28
@@ -95,7 +96,7 @@ def _head(page: str, recipe: Mapping[str, Mapping[str, Any]], files: Collection[
 def _hub_id(student: Any) -> str | None:
     """Return the model on the hub from which the student began; None for another beginning."""
     try:
-        source = read_spec(student).source if isinstance(student, str) else None
+        source = ModelSpec.read(student).source if isinstance(student, str) else None
     except (UsageError, RunError, OSError, ValueError):
         return None
     return source if source is not None and is_hub_id(source) and not Path(source).exists() else None

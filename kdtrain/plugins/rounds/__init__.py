@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kdtrain.config.choices import DIVERGENCES, PLANS
+from kdtrain.config.choices import DIVERGENCES, PLANS, register_observer
 from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
-from kdtrain.config.registered import register_observer, register_section
 from kdtrain.config.sections import CodecConfig
-from kdtrain.config.values import Options, flag, option, refuse
+from kdtrain.config.values import Options, flag, option, refuse, register_section
 from kdtrain.errors import UsageError
 
 SAMPLED = "sampled-reverse-kl"

@@ -18,10 +18,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from kdtrain.cache.format.names import POLICY
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import assign, documents_of, rank
-from kdtrain.data.formats import Document
 from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder
 from kdtrain.data.rows import RowFile
@@ -53,8 +52,7 @@ class PromptReader:
         """Return the tokens of a prompt. UsageError, with the key: it has none, or is no text, messages or ids."""
         found = list(given) if isinstance(given, list) and all(type(each) is int for each in given) else []
         if not found:
-            if (document := Document.of_prompt(key, given)) is not None:
-                found = self.encoder.prompt(document)
+            found = self.encoder.prompt_of(key, given)
             self.encoder.masks.refuse_none()
         return self._known(key, found)
 
@@ -78,8 +76,8 @@ class PromptReader:
         found = PackedRow.prompt(prompt, seq_len=self.seq_len, max_new_tokens=len(answer), filler=self.filler)
         found.tokens[1:][found.loss_mask] = answer
         if logprobs is not None:
-            found.kept[POLICY] = np.zeros(self.seq_len, np.float32)
-            found.kept[POLICY][found.loss_mask] = logprobs
+            found.kept[CodecSpec.POLICY] = np.zeros(self.seq_len, np.float32)
+            found.kept[CodecSpec.POLICY][found.loss_mask] = logprobs
         if seen is not None:
             found.kept[SEEN] = np.full(self.seq_len, -1, np.int32)
             found.kept[SEEN][: len(seen)] = seen
@@ -181,8 +179,8 @@ def rows_of(data: DataConfig, source: str, reader: PromptReader, own: bool, most
     differ = wide = 0
     try:
         for document in documents_of(data, source, prompts=opening, teacher=own):
-            both = [document := replace(document, prompt=_before_answer(document))]
-            both += [_for_teacher(document)] if own else []
+            both = [document := document.before_answer()]
+            both += [document.for_teacher()] if own else []
             if opening:
                 found = [(reader.encoder.prompt(each), [reader.filler] * length) for each in both]
             else:
@@ -206,22 +204,3 @@ def rows_of(data: DataConfig, source: str, reader: PromptReader, own: bool, most
 def bare(row: PackedRow) -> PackedRow:
     """Make a row without what it brings."""
     return replace(row, kept={})
-
-
-def _before_answer(document: Document) -> int:
-    """Messages or characters before the last answer."""
-    if document.prompt or document.messages is None:
-        return document.prompt
-    return len(document.messages) - (document.messages[-1]["role"] == "assistant")
-
-
-def _for_teacher(document: Document) -> Document:
-    """Return what the teacher reads in place of a document. UsageError: its prompt is of another kind."""
-    own = Document.of_prompt(document.key, document.teacher_prompt) or Document(document.key)
-    if document.messages is not None and own.messages is not None:
-        messages = [*own.messages, *document.messages[document.prompt :]]
-        return replace(own, messages=messages, prompt=len(own.messages))
-    if document.messages is None and own.text:
-        return replace(own, text=own.text + str(document.text)[document.prompt :], prompt=len(own.text))
-    what = "a text" if document.messages is None else "a list of messages"
-    raise UsageError(f"{document.key}: its teacher_prompt must be {what}, as its prompt is")

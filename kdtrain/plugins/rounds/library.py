@@ -21,9 +21,7 @@ from kdtrain.models.tokenizer import end_tokens, load_tokenizer, tokenizer_diges
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.plugins.rounds.answers import PromptReader
 from kdtrain.plugins.rounds.writing import SCORED, RolloutAnswers, common_ends, round_settings
-from kdtrain.teaching.local import LocalTeacher
-from kdtrain.teaching.online import OnlineTeacher
-from kdtrain.teaching.teacher import Writing
+from kdtrain.teaching.teacher import OnlineTeacher, Writing
 from kdtrain.training.student import Student
 
 
@@ -67,7 +65,7 @@ def rollouts(
     if not isinstance(teacher, OnlineTeacher):
         if teacher.training:
             raise UsageError("the teacher is in training mode; call its eval()")
-        teacher = LocalTeacher.of(teacher)
+        teacher = OnlineTeacher.of(teacher)
     if not isinstance(student, Student):
         student = Student(student, DistillationLoss(alpha=0.0))
         student.vocab_size = min(student.vocab_size, teacher.vocab_size)

@@ -17,7 +17,6 @@ import numpy as np
 from torch.distributed.tensor import DTensor
 
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import SETTINGS
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.read.reader import LocalCache
 from kdtrain.cache.write.answers import ShardRows
@@ -28,7 +27,7 @@ from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, log
 from kdtrain.files import json_digest, read_sealed, typed
 from kdtrain.models.loading import model_digest
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer, tokenizer_digest
 from kdtrain.outputs import OutFolder
 from kdtrain.plugins.rounds.answers import PromptReader, bare
@@ -48,13 +47,11 @@ from kdtrain.plugins.rounds.writing import (
 )
 from kdtrain.ranks import on_main, raise_on_all_ranks
 from kdtrain.tables import duration
-from kdtrain.teaching.teacher import Writing, open_teacher
-from kdtrain.training.sources.cache import CachedData, open_sources
-from kdtrain.training.sources.plan import DataPlan, PlanRequest
+from kdtrain.teaching.teacher import Teacher, Writing
+from kdtrain.training.sources.plan import CachedData, DataPlan, PlanRequest
 from kdtrain.training.sources.source import Facts, Source
 
 ROLLOUTS, SHAPE = "rollouts", "rollouts.json"
-BEGUN = f"round-*/{SETTINGS}"
 _TEXT = "data"
 """The folder in a run of the text that it packed."""
 _SHARDS = 8
@@ -109,15 +106,15 @@ class ReplayedData(DataPlan):
         sampled = DIVERGENCES.get(loss.partition(":")[0]).of_label is not None
         if sampled and how != "--gen-temperature 1 --gen-top-p 1":
             raise UsageError(f"--rollouts {self.run} was drawn at {how}; --divergence {loss} needs both at 1")
-        known = open_sources(self.config, [LocalCache(first)])["train"].facts
-        facts = replace(known, name=str(self.run), identity=identity)
-        fixed = open_sources(self.config, self.config.cache) if self.config.cache else None
+        known = CachedData(self.config, [LocalCache(first)])
+        facts = replace(known.facts, name=str(self.run), identity=identity)
+        fixed = CachedData(self.config, self.config.cache).sources if self.config.cache else None
         if Fraction(shape.share) < 1 and fixed is None:
             raise UsageError(f"--rollouts {self.run} mixes its rounds with fixed text; give its --cache too")
         return facts, shape, attempts, fixed
 
     def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        own = open_sources(self.config, [LocalCache(self.run / _TEXT)])
+        own = CachedData(self.config, [LocalCache(self.run / _TEXT)]).sources
         folder, fixed = self.run / ROLLOUTS, self.fixed
         sources = split_sources(self.config, self.known, self.shape, folder, None, own, fixed, self.attempts)
         return sources, own["validation"]
@@ -164,7 +161,7 @@ class RoundsData(DataPlan):
         self.request, self.config, self.given = request, config, config.plugins["rounds"]
         with raise_on_all_ranks():
             self.teacher: Any = request.teacher or self._served()
-            self.fixed = open_sources(config, config.cache) if config.cache else None
+            self.fixed = CachedData(config, config.cache).sources if config.cache else None
         # of the plans that are left the one of the text: what a server answers about that is not requested
         own = replace(config, data=replace(config.data, document_mask=False))  # a rollout is a row of its own
         self.text = replace(request, config=own, teacher=self.teacher, names=request.names[-1:]).next()
@@ -179,8 +176,8 @@ class RoundsData(DataPlan):
         """Open the teacher that servers run."""
         config = self.config
         assert config.teacher is not None, "check has refused it"
-        spec = replace(read_spec(config.teacher, "teachers"), kind=config.remote.teacher_kind)
-        teacher = open_teacher(spec, self.request.device, "fp32")
+        spec = replace(ModelSpec.read(config.teacher, "teachers"), kind=config.remote.teacher_kind)
+        teacher = Teacher.open(spec, self.request.device, "fp32")
         config.remote.connect(teacher, self.given)
         return teacher
 
@@ -223,7 +220,11 @@ class RoundsData(DataPlan):
         if config.remote is not None:
             self.teacher.check(config.data.seq_len, False)
             known = on_main(
-                lambda: [CacheSettings.stored(each.parent)["teacher"] for each in sorted(folder.glob(BEGUN))]
+                lambda: [
+                    CacheSettings.stored(each)["teacher"]
+                    for each in sorted(folder.glob("round-*"))
+                    if CacheSettings.begun(each)
+                ]
             )
             self.teacher.begin(known[0] if known else None, False)
         rows_ = dict[str, list[PackedRow]]()

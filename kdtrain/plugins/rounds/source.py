@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from kdtrain.cache.format.names import MANIFEST
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.order import Order
 from kdtrain.errors import RunError
@@ -320,7 +319,7 @@ class Rounds:
         for number, attempt in rounds:
             path = self._folder(number, attempt)
             if path not in self._digests:
-                if not (path / MANIFEST).exists():
+                if not path.is_dir():
                     return "missing"
                 self._digests[path] = LocalCache(path).manifest.digest
             sha.update(self._digests[path].encode())

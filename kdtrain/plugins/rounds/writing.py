@@ -29,12 +29,11 @@ import torch
 from torch import Tensor
 
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.format.names import POLICY
+from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.cache.write.answers import ShardAnswers, ShardRows
 from kdtrain.config.commands import CacheTeacherConfig
 from kdtrain.config.sections import DataConfig
 from kdtrain.data.corpus import documents_of, has_prompts
-from kdtrain.data.formats import Document
 from kdtrain.data.packed import PackedRow
 from kdtrain.data.packing import Encoder
 from kdtrain.errors import UsageError, log
@@ -43,7 +42,6 @@ from kdtrain.models.loading import check_fits, model_digest
 from kdtrain.models.tokenizer import digest_of, end_tokens, named, tokenizer_digest
 from kdtrain.objective.loss import DistillationLoss
 from kdtrain.plugins.rounds.answers import SEEN, PromptReader, read_answers, rows_of
-from kdtrain.precision.modes import autocast
 from kdtrain.teaching.teacher import Writing
 from kdtrain.training.student import Student
 
@@ -82,7 +80,7 @@ def continued(
     lengths_B = rows.loss_mask.argmax(1) + 1
     room_B = rows.loss_mask.sum(1)
     # the outer autocast keeps the weights that the inner ones cast
-    with student.decoding() as next_logits, autocast(student.mode, student.device):
+    with student.decoding() as next_logits, student.autocast():
         for length in np.unique(lengths_B).tolist():
             own = np.flatnonzero(lengths_B == length)
             held = list[Tensor]()
@@ -144,7 +142,7 @@ class RolloutAnswers(ShardAnswers):
     def rows(self, rows: ShardRows) -> tuple[ShardRows, Callable[[], dict[str, np.ndarray]]]:
         """As `ShardAnswers.rows`; `loss_mask` becomes true at the labels written."""
         found = rows
-        drawn_BT = rows.kept.get(POLICY)
+        drawn_BT = rows.kept.get(CodecSpec.POLICY)
         if self._how is not None:
             assert self._student is not None
             with self._timed("writing"):
@@ -152,7 +150,7 @@ class RolloutAnswers(ShardAnswers):
         with self._timed("scoring"):
             kept = self._kept(found)
         if drawn_BT is not None:
-            difference_BT = np.abs(kept[POLICY] - drawn_BT)[found.loss_mask]
+            difference_BT = np.abs(kept[CodecSpec.POLICY] - drawn_BT)[found.loss_mask]
             self.apart = max(self.apart, float(np.nan_to_num(difference_BT).max(initial=0.0)))
         return found, lambda: kept
 
@@ -170,7 +168,7 @@ class RolloutAnswers(ShardAnswers):
             if back_BT is not None:  # at t what the teacher knew of the same token
                 each_B1 = np.arange(len(part))[:, None]
                 arrays = {name: each if name == "broken" else each[each_B1, back_BT] for name, each in arrays.items()}
-            policy_BT = part.kept.get(POLICY)
+            policy_BT = part.kept.get(CodecSpec.POLICY)
             if self._student is not None:
                 policy_BT = self._student.label_logprobs(torch.from_numpy(part.tokens.astype(np.int64))).cpu().numpy()
             if policy_BT is None:
@@ -179,7 +177,9 @@ class RolloutAnswers(ShardAnswers):
             policy_BT = np.where(part.loss_mask, policy_BT, np.float32(0.0))
             sound_B = np.isfinite(policy_BT).all(1)
             arrays["broken"] = arrays.get("broken", np.zeros(len(part), bool)) | ~sound_B
-            parts.append(arrays | {POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)})
+            parts.append(
+                arrays | {CodecSpec.POLICY: np.where(sound_B[:, None], policy_BT, np.float32(0.0)).clip(max=0)}
+            )
         return {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
 
     @contextmanager
@@ -239,7 +239,7 @@ def inserted(text: str, data: DataConfig, teacher: Any) -> Inserted:
         encoder = Encoder(tokenizer, opening=True)
         try:
             longer = [{"role": "system", "content": text}, *turns]
-            whole, own = (encoder.prompt(Document("--teacher-system", messages=each)) for each in (longer, turns))
+            whole, own = (encoder.prompt_of("--teacher-system", each) for each in (longer, turns))
         finally:
             encoder.close()
         at = next((place for place, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b), len(own))

@@ -6,7 +6,7 @@
 from typing import Any
 
 from kdtrain.config.choices import PLANS, TEACHERS
-from kdtrain.config.registered import register_section
+from kdtrain.config.values import register_section
 from kdtrain.plugins.served.options import RunServerConfig, ServerConfig
 
 register_section("server", {"distill": RunServerConfig, "cache-teacher": ServerConfig})

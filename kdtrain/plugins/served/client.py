@@ -28,12 +28,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from kdtrain.errors import RunError, UsageError, log, printable, shown_address
-from kdtrain.net.address import ALLOW_HTTP, is_inside
 from kdtrain.net.request import Passing, Session
 from kdtrain.plugins.served.answers import Choice, Wrong
 from kdtrain.plugins.served.engine import Engine
@@ -129,12 +127,7 @@ class Client:
         self._ended = threading.Event()
         self._key = _key()
         for url in (host.url for host in self.hosts if self._key):
-            # the key would go over a network that is not private, where anybody on the way can read it
-            if urlsplit(url).scheme == "http" and not is_inside(url) and os.environ.get(ALLOW_HTTP) != "1":
-                raise UsageError(
-                    f"--teacher-server {url}: {KEY} would be sent unencrypted; give https://, or set {ALLOW_HTTP}=1 if "
-                    "you trust the network"
-                )
+            Session.refuse_plain(url, f"--teacher-server {url}: {KEY}")
 
     def get(self, host: Host, url: str, kind: type[T], tries: int = WRONG) -> T:
         """Get a small record.
@@ -282,17 +275,15 @@ class Client:
         session = getattr(self._thread, "session", None) or Session()
         self._thread.session = None
         session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
-        # Proxies of the environment reach no host inside, and through http they would read the key.
-        session.trust_env = not is_inside(url) and (self._key is None or urlsplit(url).scheme == "https")
         session.until = time.monotonic() + self.timeout
-        key = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         try:
             answer, found = session.exchange(
                 "GET" if content is None else "POST",
                 url,
                 most=most,
+                key=self._key,
                 data=None if content is None else msgspec.json.encode(content),
-                headers={"Content-Type": "application/json", **key},
+                headers={"Content-Type": "application/json"},
                 timeout=(10.0, self.timeout),  # seconds for a connection, and for a read
             )
         except Passing:

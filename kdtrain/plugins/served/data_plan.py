@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdtrain.plugins.served.live_capture import Capture, LiveCache
-from kdtrain.training.sources.cache import open_sources
-from kdtrain.training.sources.plan import DataPlan, PlanRequest
+from kdtrain.training.sources.plan import CachedData, PlanRequest
 
 _STEPS, _MOST = 16, 256
 """Steps of a shard, and sequences at most: the student's first step waits for one, and the server rests between two."""
 
 
-class ServedData(DataPlan):
+class ServedData(CachedData):
     """The plan of a run on the answers of the teacher's servers; a trial requests only what it reads."""
 
     apart = True
@@ -39,12 +38,7 @@ class ServedData(DataPlan):
         plugins = {name: each for name, each in config.plugins.items() if each is not config.remote}
         data = type(config.data)(num_workers=config.data.num_workers)
         self.options = {"cache": (str(capture.out),), "teacher": None, "data": data, "plugins": plugins}
-        self.sources = open_sources(config, [self.live])
-        self.facts = self.sources["train"].facts
-
-    def prepare(self, resumed: bool) -> Any:
-        """Return the sources, as `DataPlan.prepare`."""
-        return self.sources, self.sources["validation"]
+        super().__init__(config, [self.live])
 
     def cost(self, validation: int) -> Mapping[str, Any]:
         """Estimate what the run requests, at the rate of the trial's first sequences."""

@@ -23,12 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from kdtrain.cache.format.manifest import CacheSettings, Manifest, read_sidecar
-from kdtrain.cache.format.names import MANIFEST, SHARDS, shard_name
 from kdtrain.cache.read.reader import CacheReader, LocalCache
 from kdtrain.data.packed import PackedRow
 from kdtrain.errors import RunError, UsageError, log
@@ -136,7 +135,7 @@ class LiveCache(LocalCache):
         numbers_n = self._capture.order(stated["train"]["sequences"])
         kept = range(min(size, len(text["validation"])) if self._capture.trial else len(text["validation"]))
         with self._changed:
-            self.manifest = _before(settings, {name: each["sequences"] for name, each in stated.items()})
+            self.manifest = Manifest.planned(settings, {name: each["sequences"] for name, each in stated.items()})
             if self._capture.whole:  # nothing is requested later, and a rollback reads further
                 self._ending = True
                 self._wanted = -(-self.planned // size) - 1 + AHEAD
@@ -174,7 +173,7 @@ class LiveCache(LocalCache):
         """Wait until the folder has a tokenizer. RunError: it will not."""
         self._wait(lambda: self.tokenizer.is_dir())
 
-    def ensure(self, record: Any, altered: bool = False) -> Path:
+    def ensure(self, record: Any, altered: bool = False) -> None:
         """Wait until a shard is published, and fill in its record. RunError: it will not be.
 
         altered: no matter, since the reader names a shard that was altered, and a resumed capture replaces it.
@@ -191,7 +190,16 @@ class LiveCache(LocalCache):
             self._complete(record)
         except (OSError, ValueError) as error:
             raise RunError(f"{self.folder}: the record of shard {record['name']} is damaged ({error})") from None
-        return self.folder / SHARDS / f"{record['name']}.h5"
+
+    def _published(self, name: str) -> bool:
+        """Return whether a shard is there, if it is as it was written or not."""
+        try:
+            read_sidecar(self.folder, name)
+        except OSError:
+            return False
+        except ValueError:
+            pass  # the builder makes it again
+        return True
 
     def _complete(self, record: Any) -> str:
         """Fill in the record of a published shard, and return its digest. OSError, ValueError: its sidecar is lost."""
@@ -239,8 +247,8 @@ class LiveCache(LocalCache):
                 self._changed.wait(_POLL)
 
     def _start(self) -> None:
-        if self._thread is not None and (self.folder / MANIFEST).exists():
-            OutFolder(self.folder).remove(MANIFEST)  # it was finished with less than the run reads now
+        if self._thread is not None:  # it may have been finished with less than the run reads now
+            OutFolder(self.folder).remove(self.manifest.files[-1])
         # a daemon: the end of the process does not wait for a server
         self._thread = threading.Thread(target=self._work, daemon=True, name="capture")
         self._thread.start()
@@ -263,9 +271,11 @@ class LiveCache(LocalCache):
         """Yield the training split in the order of the capture, each shard when it may be captured."""
         planned = -(-self.planned // size) - 1
         for shard, first in enumerate(range(0, len(numbers_n), size)):
-            path = self.folder / SHARDS / f"{shard_name('train', shard)}.json"
+            name = self.manifest.splits["train"]["shards"][shard]["name"]
             with self._changed:
-                while not path.exists() and shard > max(0, self._wanted, min(planned, self._wanted + self._ahead)):
+                while not self._published(name) and shard > max(
+                    0, self._wanted, min(planned, self._wanted + self._ahead)
+                ):
                     if self._abandoned:
                         raise _Abandoned
                     if self._ending:
@@ -281,27 +291,3 @@ class LiveCache(LocalCache):
             self._times = [*self._times[:1], (time.monotonic(), done)]
             self._done = max(self._done, done)
             self._changed.notify_all()
-
-
-def _before(settings: CacheSettings, sizes: dict[str, int]) -> Manifest:
-    """Predict the manifest, as far as it is known before the first shard, under the digest of the settings."""
-    size = settings.sequences_per_shard
-    splits = dict[str, Any]()
-    for split, number in sizes.items():
-        shards = list[Any]()
-        for first in range(0, number, size):
-            name = shard_name(split, len(shards))
-            count = min(size, number - first)
-            shards.append({"name": name, "sequences": count, "sha256": "", "bytes": 0})
-        splits[split] = {"sequences": number, "broken": 0, "tokens_sha256": "", "shards": shards}
-    return Manifest(
-        settings=settings,
-        splits=splits,
-        fidelity=None,
-        temperature_range=cast(Any, settings.codec.stated_range),
-        bytes_per_token={},
-        index_sha256="",
-        tokenizer_files={},
-        versions={},
-        digest=settings.digest(),
-    )

@@ -13,7 +13,7 @@ import torch
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import Targets
-from kdtrain.teaching.online import OnlineTeacher
+from kdtrain.teaching.teacher import OnlineTeacher
 from kdtrain.tokenizers.teacher_cells import MOST_CELLS
 from kdtrain.tokenizers.view import View, ViewReader, identity_of
 from kdtrain.training.sources.source import Facts

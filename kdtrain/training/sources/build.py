@@ -20,7 +20,7 @@ from kdtrain.objective.targets import ANY_T
 from kdtrain.training.sources.source import Growing, Source, order_of
 
 if TYPE_CHECKING:
-    from kdtrain.teaching.online import OnlineTeacher
+    from kdtrain.teaching.teacher import OnlineTeacher
 
 _PIN_LIMIT = 2**30
 """Larger tensors, in bytes, are copied from pageable memory: pinned memory is taken from every process."""

@@ -1,25 +1,16 @@
-"""The source `cache`: sequences and targets of a cache, or tokens alone where it has no teacher; the splits of caches.
+"""The source `cache`: sequences and targets of a cache, or tokens alone where it has no teacher.
 
 A run without a cache packs its text once into a cache of bare tokens in its own folder: all runs read in the same way
 and the same order, in constant memory, and a resumed run does not tokenize again.
-
-The plans that make data are imported by their names (`config.choices.PLANS`): a run of a finished cache imports none.
 """
-
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from kdtrain.cache.read import reader
-from kdtrain.config.choices import SOURCES
-from kdtrain.config.commands import DistillConfig
 from kdtrain.errors import UsageError
 from kdtrain.objective.batch import Batch
 from kdtrain.objective.targets import ANY_T
-from kdtrain.ranks import raise_on_all_ranks
-from kdtrain.training.sources.plan import DataPlan, PlanRequest, register_plan
-from kdtrain.training.sources.source import Facts, Growing, Source, SourceRequest, register_source
+from kdtrain.training.sources.source import Facts, Growing, SourceRequest, register_source
 
 MEASURED, _MOST = 2**16, 4_000_000
 """Tokens that a loss is measured on, at most, and that a bigram is fitted on."""
@@ -109,42 +100,3 @@ def open_cache(request: SourceRequest) -> CachedSource:
     if request.cache is None:
         raise UsageError("--source cache needs --cache FOLDER or --data SOURCE")
     return CachedSource(request.cache[request.split])
-
-
-class CachedData(DataPlan):
-    """One cache or a mixture of several, or another --source without text."""
-
-    def __init__(self, config: DistillConfig, caches: Sequence[str | reader.LocalCache]) -> None:
-        self.sources = open_sources(config, caches)
-        self.facts = self.sources["train"].facts
-
-    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
-        return self.sources, self.sources["validation"]
-
-
-@register_plan("cached")
-def cached_data(request: PlanRequest) -> CachedData:
-    """Plan the data of --cache, or of another --source."""
-    with raise_on_all_ranks():
-        return CachedData(request.config, request.config.cache)
-
-
-def open_sources(config: DistillConfig, places: Sequence[Path | str | reader.LocalCache]) -> dict[str, Source]:
-    """Open the splits train and validation of the caches in `places`, or of another --source.
-
-    UsageError: there is no such source, it cannot be opened, or a split is empty.
-    """
-    caches: list[reader.LocalCache | None] = [
-        each if isinstance(each, reader.LocalCache) else reader.open_cache(each) for each in places
-    ] or [None]
-    found: dict[str, list[Source]] = {}
-    for split in ("train", "validation"):
-        requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
-        found[split] = [SOURCES.get(config.source)(each) for each in requests]
-        if not all(map(len, found[split])):
-            raise UsageError(f"--source {config.source} has no sequences in the split {split}")
-    if len(caches) > 1:
-        from kdtrain.training.sources.mixture import mix
-
-        return mix(found, config.cache_weights or None)
-    return {split: members[0] for split, members in found.items()}

@@ -1,31 +1,34 @@
 """What a plan of data is: where the sequences of a run come from, before anything is built.
 
 A run takes the plans that its options name (`DistillConfig.plans`), those of plugins first. Each may build on the
-next one: one that has the student write takes prompts and validation from the plan of the other options.
+next one: one that has the student write takes prompts and validation from the plan of the other options. That of
+finished caches stands here; those that make data are imported by their names (`config.choices.PLANS`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from kdtrain.cache.format.manifest import CacheSettings
-from kdtrain.cache.read.reader import LocalCache
-from kdtrain.config.choices import PLANS
+from kdtrain.cache.read.reader import LocalCache, open_cache
+from kdtrain.config.choices import PLANS, SOURCES
 from kdtrain.config.commands import CacheTeacherConfig, DistillConfig
 from kdtrain.data.order import permutation
+from kdtrain.errors import UsageError
 from kdtrain.models.spec import ModelSpec
 from kdtrain.process import world_size
-from kdtrain.ranks import all_reduce_max
+from kdtrain.ranks import all_reduce_max, raise_on_all_ranks
 from kdtrain.training.signals import asked_to_stop
-from kdtrain.training.sources.source import Facts, Source
+from kdtrain.training.sources.source import Facts, Source, SourceRequest
 
 if TYPE_CHECKING:
     from kdtrain.data.packed import PackedRow
-    from kdtrain.teaching.online import OnlineTeacher
+    from kdtrain.teaching.teacher import OnlineTeacher
 
 T = TypeVar("T", bound=Callable[[Any], Any])
 Rows = Mapping[str, "Iterator[PackedRow]"]
@@ -125,3 +128,39 @@ def register_plan(name: str) -> Callable[[T], T]:
     Every rank calls it with a `PlanRequest`; what may fail on one alone stands in `ranks.raise_on_all_ranks`.
     """
     return PLANS.registers(name, "")
+
+
+class CachedData(DataPlan):
+    """Finished caches, one or a mixture of several, or another --source without text.
+
+    places: folders, addresses, or caches that are open. UsageError: they cannot be read.
+    """
+
+    facts: Facts
+
+    def __init__(self, config: DistillConfig, places: Sequence[Path | str | LocalCache]) -> None:
+        caches: list[LocalCache | None] = [
+            each if isinstance(each, LocalCache) else open_cache(each) for each in places
+        ] or [None]
+        found: dict[str, list[Source]] = {}
+        for split in ("train", "validation"):
+            requests = (SourceRequest(split=split, cache=each, seed=config.seed) for each in caches)
+            found[split] = [SOURCES.get(config.source)(each) for each in requests]
+            if not all(map(len, found[split])):
+                raise UsageError(f"--source {config.source} has no sequences in the split {split}")
+        self.sources = {split: members[0] for split, members in found.items()}
+        if len(caches) > 1:
+            from kdtrain.training.sources.mixture import mix
+
+            self.sources = mix(found, config.cache_weights or None)
+        self.facts = self.sources["train"].facts
+
+    def prepare(self, resumed: bool) -> tuple[dict[str, Source], Source]:
+        return self.sources, self.sources["validation"]
+
+
+@register_plan("cached")
+def cached_data(request: PlanRequest) -> CachedData:
+    """Plan the data of --cache, or of another --source."""
+    with raise_on_all_ranks():
+        return CachedData(request.config, request.config.cache)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kdtrain.config.registered import register_section
-from kdtrain.config.values import Options, option
+from kdtrain.config.values import Options, option, register_section
 from kdtrain.files import publish_text
 from kdtrain.models.generate import generate
 from kdtrain.objective.batch import Batch

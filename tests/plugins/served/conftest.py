@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kdtrain.models.loading import load_teacher
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.models.tokenizer import load_tokenizer
 from kdtrain.plugins.served import client
 from tests.captures import capture, content, write_text
@@ -13,14 +13,14 @@ from tests.stand_in import standing_in
 
 @pytest.fixture(scope="package")
 def shipped():
-    spec = read_spec("stdlib-5m", "teachers")
+    spec = ModelSpec.read("stdlib-5m", "teachers")
     return load_teacher(spec, "cpu").float(), load_tokenizer(spec)
 
 
 @pytest.fixture(scope="package")
 def another(shipped):
     """Make a teacher that differs a little from the shipped one."""
-    model = load_teacher(read_spec("stdlib-5m", "teachers"), "cpu").float()
+    model = load_teacher(ModelSpec.read("stdlib-5m", "teachers"), "cpu").float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -25,7 +25,7 @@ from kdtrain.cache.format.codec import encode_sequences
 from kdtrain.cache.format.spec import CodecSpec
 from kdtrain.config.sections import CodecConfig, DataConfig, TextConfig
 from kdtrain.models.loading import load_teacher
-from kdtrain.models.spec import read_spec
+from kdtrain.models.spec import ModelSpec
 from kdtrain.plugins.served.answers import Entry
 from kdtrain.plugins.served.engine_samples import SampleRequest, read_samples
 from kdtrain.plugins.served.options import ServerConfig
@@ -343,7 +343,7 @@ def test_what_vllm_refuses_is_quoted_with_the_remedy(url, tmp_path, monkeypatch)
 def test_text_that_vllm_writes_has_the_distributions_of_the_local_teacher(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = served(url, "written", text=TextConfig(generate=True, prompt_tokens=16, max_new_tokens=60))
-    model = load_teacher(read_spec(NAME, "teachers"), "cpu").float()
+    model = load_teacher(ModelSpec.read(NAME, "teachers"), "cpu").float()
     worst, labels = 0.0, 0
     for row in cache["train"]:
         here = row["loss_mask"].bool()
