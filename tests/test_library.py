@@ -70,7 +70,7 @@ def test_every_name_is_there_and_documented():
 def test_the_example_in_a_docstring_is_true(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(GOLDEN, tmp_path / "cache" / "t")
-    module = importlib.import_module(kd._modules()[name])
+    module = importlib.import_module(kd._modules()[name][0])
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(kd, name), name, globs=dict(vars(module)))
     assert example.examples
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
