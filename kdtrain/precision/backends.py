@@ -19,7 +19,7 @@ Shape suffixes: N tokens, D inputs, O outputs.
 import contextlib
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -134,99 +134,158 @@ class Torchao:
 
     def product(self, layer: nn.Module, inputs: int, outputs: int) -> Product:
         """Return the product for a layer."""
-        from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
-
-        rowwise = self.recipe.scaling == "rowwise"
-        granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
-        forward = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[self.recipe.forward])
-        gradient = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[self.recipe.gradient])
-        config = Float8LinearConfig(
-            cast_config_input=forward,
-            cast_config_weight=forward,
-            cast_config_grad_output=gradient,
-            round_scales_to_power_of_2=rowwise,
-            pad_inner_dim=True,  # the tokens, over which the weight's gradient sums, need not be a multiple of 16
-        )
-        stand_in = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta"))
-        return _TorchaoProduct(convert_to_float8_training(stand_in, config=config)[0], self.recipe)
+        quantized, late = (_converted(inputs, outputs, self.recipe, high_forward) for high_forward in (False, True))
+        return _TorchaoProduct(quantized, late, self.recipe.scaling)
 
 
-@dataclass(frozen=True, eq=False)
 class _TorchaoProduct:
-    converted: Any
-    """A layer without storage that torchao has converted, for its settings."""
-    recipe: FormatRecipe
-    parts: WeightParts | None = None
-    """Of which weight the layer has this rank's; its scales reach over the parts."""
-    held: Any = None
-    """A constant weight, cast once from bf16 for the sums along D and along O."""
+    def __init__(self, quantized: Any, high_forward: Any, scaling: Scaling) -> None:
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+        self.function, self.scaling = matmul_with_hp_or_float8_args, scaling
+        self.quantized = (quantized.linear_mm_config, quantized.config)
+        self.high_forward = (high_forward.linear_mm_config, high_forward.config)
 
     def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        settings = self.high_forward if high_forward else self.quantized
         compute = compute_dtype(dtype)  # scaled rows support bf16 and not fp16
-        holds = self.held is not None and compute == torch.bfloat16
-        weight = None if holds and not high_forward else weight_OD.to(compute)
-        y_NO: Tensor = _Float8.apply(x_ND.to(compute), weight, self, holds, high_forward)
+        y_NO: Tensor = self.function.apply(x_ND.to(compute), weight_OD.to(compute).T, *settings)
         return y_NO.to(dtype)
 
     def of_constant(self, weight_OD: Tensor) -> Product:
         """Return the product for a layer whose weight does not change."""
-        weight_OD = weight_OD.detach().to(torch.bfloat16)
-        with torch.no_grad():
-            return replace(self, held=(self.cast(weight_OD, "weight", 1), self.cast(weight_OD, "weight", 0)))
+        return _ConstantTorchaoProduct(self, weight_OD)
 
     def across(self, parts: WeightParts) -> Product:
         """Return the product for this rank's part of a layer."""
-        return replace(self, parts=parts)
+        return _TorchaoPart(self, parts)
 
-    def cast(self, values: Tensor, kind: str, axis: int) -> Any:
-        """Cast an operand (weight, activation or gradient) to fp8 for a sum along `axis`."""
-        from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
-        from torchao.float8.float8_training_tensor import GemmInputRole
+    def cast(self, values: Tensor, how: Any, role: Any, axis: int, mesh: Any = None) -> Any:
+        """Cast `values` to fp8, with scales along `axis` where rows have their own, over the ranks of `mesh`."""
+        from torchao.float8.float8_linear import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 
-        config = self.converted.config
-        how, role = config.cast_config_input, GemmInputRole.INPUT
-        if kind == "weight":
-            how, role = config.cast_config_weight, GemmInputRole.WEIGHT
-        elif kind == "gradient":
-            how, role = config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT
-        mesh = None if self.parts is None else self.parts.sharing(self.recipe.scaling, kind, axis)
+        mm, config = self.quantized
         return hp_tensor_to_float8_dynamic(
             values,
             how.target_dtype,
-            self.converted.linear_mm_config,
+            mm,
             reduce_amax=mesh is not None,
             gemm_input_role=role,
             device_mesh=mesh,
             scaling_granularity=how.scaling_granularity,
-            # torchao calls the second dimension the last
-            axiswise_dim=get_maybe_axiswise_dim(-axis, how.scaling_granularity),
+            axiswise_dim=get_maybe_axiswise_dim(axis, how.scaling_granularity),
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
 
 
-class _Float8(torch.autograd.Function):
+class _TorchaoPart:
+    """`_TorchaoProduct` of a part of a weight, whose scales reach over the parts."""
+
+    def __init__(self, product: _TorchaoProduct, parts: WeightParts) -> None:
+        self.product = product
+        self.parts = parts
+        self.config = product.quantized[1]
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        compute = compute_dtype(dtype)
+        y_NO: Tensor = _PartOfWeight.apply(x_ND.to(compute), weight_OD.to(compute), self, high_forward)
+        return y_NO.to(dtype)
+
+    def cast(self, values: Tensor, how: Any, kind: str, axis: int) -> Any:
+        """Cast an operand to fp8 for a sum along `axis`."""
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        roles = {"activation": GemmInputRole.INPUT, "weight": GemmInputRole.WEIGHT}
+        role = roles.get(kind, GemmInputRole.GRAD_OUTPUT)
+        last = -axis  # torchao calls the second dimension the last
+        return self.product.cast(values, how, role, last, self.parts.sharing(self.product.scaling, kind, axis))
+
+
+class _PartOfWeight(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, weight_OD: Tensor, product: _TorchaoProduct, holds: bool, high_forward: bool
-    ) -> Tensor:
-        ctx.product, ctx.holds = product, holds
-        if not holds:
-            ctx.save_for_backward(x_ND, weight_OD)
+    def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor, part: _TorchaoPart, high_forward: bool) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_OD)
+        ctx.part = part
+        config = part.config
         if high_forward:
             return x_ND @ weight_OD.T
-        along_D = product.held[0] if holds else product.cast(weight_OD, "weight", 1)
-        return torch.mm(product.cast(x_ND, "activation", 1), along_D.t())
+        x = part.cast(x_ND, config.cast_config_input, "activation", 1)
+        return torch.mm(x, part.cast(weight_OD, config.cast_config_weight, "weight", 1).t())
 
     @staticmethod
-    def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        (x_ND, weight_OD), part, config = ctx.saved_tensors, ctx.part, ctx.part.config
+        g = part.cast(g_NO, config.cast_config_grad_output, "gradient", 1)
+        dx_ND = torch.mm(g, part.cast(weight_OD, config.cast_config_weight_for_grad_input, "weight", 0))
+        g = part.cast(g_NO, config.cast_config_grad_output_for_grad_weight, "gradient", 0)
+        x = part.cast(x_ND, config.cast_config_input_for_grad_weight, "activation", 0)
+        return dx_ND, torch.mm(g.t(), x), None, None
+
+
+class _ConstantTorchaoProduct:
+    """`_TorchaoProduct` with a weight that is cast once, and without its gradient."""
+
+    def __init__(self, product: _TorchaoProduct, weight_OD: Tensor) -> None:
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        self.product = product
+        self.config = product.quantized[1]
+        config = self.config
+        role = GemmInputRole.WEIGHT
+        with torch.no_grad():
+            weight_DO = weight_OD.detach().to(torch.bfloat16).T
+            self.along_D = product.cast(weight_DO, config.cast_config_weight, role, 0)
+            self.along_O = product.cast(weight_DO, config.cast_config_weight_for_grad_input, role, -1)
+
+    def __call__(self, x_ND: Tensor, weight_OD: Tensor, dtype: torch.dtype, high_forward: bool) -> Tensor:
+        compute = compute_dtype(dtype)
+        if compute == torch.float32:  # the weight is held as cast from bf16
+            return self.product(x_ND, weight_OD, dtype, high_forward)
+        y_NO: Tensor = _ConstantWeight.apply(x_ND.to(compute), weight_OD.to(compute) if high_forward else None, self)
+        return y_NO.to(dtype)
+
+
+class _ConstantWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, high_OD: Tensor | None, product: _ConstantTorchaoProduct) -> Tensor:
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        ctx.product = product
+        if high_OD is not None:
+            return x_ND @ high_OD.T
+        x = product.product.cast(x_ND, product.config.cast_config_input, GemmInputRole.INPUT, -1)
+        return torch.mm(x, product.along_D)
+
+    @staticmethod
+    def backward(ctx: Any, g_NO: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
         product = ctx.product
-        g = product.cast(g_NO, "gradient", 1)
-        if ctx.holds:
-            return torch.mm(g, product.held[1]), None, None, None, None
-        x_ND, weight_OD = ctx.saved_tensors
-        dx_ND = torch.mm(g, product.cast(weight_OD, "weight", 0))
-        g = product.cast(g_NO, "gradient", 0)
-        return dx_ND, torch.mm(g.t(), product.cast(x_ND, "activation", 0)), None, None, None
+        g = product.product.cast(g_NO, product.config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1)
+        return torch.mm(g, product.along_O.t()), None, None
+
+
+def _converted(inputs: int, outputs: int, recipe: FormatRecipe, high_forward: bool) -> Any:
+    """Return a stand-in layer without storage, converted by torchao."""
+    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
+    from torchao.float8.config import ScalingType
+
+    rowwise = recipe.scaling == "rowwise"
+    granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+    forward = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[recipe.forward])
+    gradient = CastConfig(scaling_granularity=granularity, target_dtype=_DTYPES[recipe.gradient])
+    high = CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=_DTYPES[recipe.forward])
+    config = Float8LinearConfig(
+        cast_config_input=high if high_forward else forward,
+        cast_config_input_for_grad_weight=forward,
+        cast_config_weight=high if high_forward else forward,
+        cast_config_weight_for_grad_input=forward,
+        cast_config_grad_output=gradient,
+        round_scales_to_power_of_2=rowwise,
+        pad_inner_dim=True,  # the number of tokens, over which the weight's gradient sums, need not be a multiple of 16
+    )
+    stand_in = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta"))
+    return convert_to_float8_training(stand_in, config=config)[0]
 
 
 @register_backend("transformer-engine", scalings=("tensorwise", "blockwise"), why_not=why_not_transformer_engine)

@@ -62,8 +62,11 @@ def has_bf16(device: torch.device) -> bool:
     """Return whether bf16 matrix products run in hardware: AVX512-BF16 or AMX on a CPU, Ampere or newer on a GPU."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(fast and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    flags = Path("/proc/cpuinfo")
+    text = flags.read_text() if flags.exists() else ""
+    return "avx512_bf16" in text or "amx_bf16" in text
 
 
 def autocast(mode: str, device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -31,17 +31,17 @@ def test_auto_on_a_gpu_without_bf16_trains_in_fp16_and_runs_teachers_in_fp32(mon
     assert formats_of(PrecisionConfig(), QuantizationConfig(), old).high == "bf16"
 
 
-@pytest.mark.parametrize("avx512, amx, onednn, has", [
-    (False, False, False, False),
-    (False, False, True, False),
-    (True, False, True, True),
-    (True, True, True, True),
-    (False, True, True, True),
-    (True, False, False, False),
+@pytest.mark.parametrize("flags, onednn, has", [
+    ("fma avx2", False, False),
+    ("avx2 avx512_vnni", True, False),
+    ("avx512_vnni avx512_bf16", True, True),
+    ("avx512_bf16 amx_bf16 amx_tile", True, True),
+    ("amx_bf16 amx_tile", True, True),
+    ("avx512_bf16", False, False),
 ])  # fmt: skip
-def test_a_cpu_has_bf16_where_its_instructions_and_onednn_say_so(monkeypatch, avx512, amx, onednn, has):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+def test_a_cpu_has_bf16_where_its_flags_and_onednn_say_so(monkeypatch, tmp_path, flags, onednn, has):
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(modes, "Path", lambda _: tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     assert has_bf16(CPU) == has
