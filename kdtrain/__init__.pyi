@@ -35,6 +35,7 @@ from kdtrain.precision.backends import quantize_ as quantize_
 from kdtrain.precision.backends import register_backend as register_backend
 from kdtrain.precision.controller import Policy as Policy
 from kdtrain.precision.controller import PrecisionController as PrecisionController
+from kdtrain.teaching.teacher import OnlineTeacher as Teacher  # noqa: F401
 from kdtrain.teaching.teacher import register_teacher as register_teacher
 from kdtrain.tokenizers.alignment import Alignment as Alignment
 from kdtrain.training.optimizers import register_optimizer as register_optimizer
